@@ -1,0 +1,24 @@
+"""What runs when: sequences, the scheduler, the step loop. No model, no torch."""
+
+from pagetable.engine.engine import Engine, Runner
+from pagetable.engine.errors import RequestError
+from pagetable.engine.sampling_params import SamplingParams
+from pagetable.engine.scheduler import SCHEDULING_POLICIES, Scheduler
+from pagetable.engine.sequence import FinishReason, Sequence, TokenIds
+from pagetable.engine.step import SamplingBatch, Step, StepOutput, TokenLogprobs
+
+__all__ = [
+    "SCHEDULING_POLICIES",
+    "Engine",
+    "FinishReason",
+    "RequestError",
+    "Runner",
+    "SamplingBatch",
+    "SamplingParams",
+    "Scheduler",
+    "Sequence",
+    "Step",
+    "StepOutput",
+    "TokenIds",
+    "TokenLogprobs",
+]

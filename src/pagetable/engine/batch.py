@@ -1,0 +1,77 @@
+"""From scheduled sequences to the arrays of a `Step`: the one place where a batch is put together.
+
+Loops run over sequences, never over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceABC
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagetable.engine.sequence import Sequence
+from pagetable.engine.step import SamplingBatch, Step
+
+
+def build_step(seqs: SequenceABC[Sequence], block_size: int, eos_token_ids: frozenset[int]) -> Step:
+    """The step that computes `num_scheduled_tokens` of each sequence, in the given order."""
+    num_scheduled = np.array([seq.num_scheduled_tokens for seq in seqs], np.int32)
+    num_cached = np.array([seq.num_cached_tokens for seq in seqs], np.int32)
+    context_lens = num_cached + num_scheduled
+    needs_logits = context_lens == np.array([seq.num_tokens for seq in seqs], np.int32)
+    query_start = np.concatenate(([0], np.cumsum(num_scheduled))).astype(np.int32)
+    block_tables = _padded([seq.block_table for seq in seqs])
+
+    rows = np.repeat(np.arange(len(seqs)), num_scheduled)
+    positions = np.arange(query_start[-1], dtype=np.int32) + (num_cached - query_start[:-1])[rows]
+    slot_mapping = block_tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
+    token_ids = [seq.token_ids[start:stop] for seq, start, stop in zip(seqs, num_cached, context_lens, strict=True)]
+    return Step(
+        seqs=tuple(seqs),
+        num_scheduled_tokens=num_scheduled,
+        needs_logits=needs_logits,
+        context_lens=context_lens,
+        token_ids=np.concatenate([np.asarray(tokens) for tokens in token_ids]),
+        positions=positions,
+        slot_mapping=slot_mapping,
+        block_tables=block_tables,
+        query_start=query_start,
+        sampling=_sampling([seq for seq, needs in zip(seqs, needs_logits, strict=True) if needs], eos_token_ids),
+    )
+
+
+def _padded(block_tables: list[list[int]]) -> NDArray[np.int32]:
+    """(B, longest), padded with -1."""
+    padded = np.full((len(block_tables), max(map(len, block_tables))), -1, np.int32)
+    for row, table in zip(padded, block_tables, strict=True):
+        row[: len(table)] = table
+    return padded
+
+
+def _sampling(seqs: list[Sequence], eos_token_ids: frozenset[int]) -> SamplingBatch:
+    params = [seq.sampling_params for seq in seqs]
+    banned = [
+        (row, token_id)
+        for row, seq in enumerate(seqs)
+        if seq.num_output_tokens < seq.sampling_params.min_tokens
+        for token_id in end_token_ids(seq, eos_token_ids)
+    ]
+    pairs = np.array(banned, np.int32).reshape(-1, 2)
+    return SamplingBatch(
+        temperature=np.array([p.temperature for p in params], np.float32),
+        top_k=np.array([max(0, p.top_k) for p in params], np.int32),
+        top_p=np.array([p.top_p for p in params], np.float32),
+        min_p=np.array([p.min_p for p in params], np.float32),
+        seeds=np.array([seq.seed for seq in seqs], np.uint64),
+        output_index=np.array([seq.num_output_tokens for seq in seqs], np.int64),
+        num_logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
+        banned_rows=pairs[:, 0],
+        banned_token_ids=pairs[:, 1],
+    )
+
+
+def end_token_ids(seq: Sequence, eos_token_ids: frozenset[int]) -> frozenset[int]:
+    """The tokens that end this sequence: the model's, unless it ignores them, and its own stop tokens."""
+    own = seq.sampling_params.stop_token_ids or ()
+    return frozenset(own) if seq.sampling_params.ignore_eos else eos_token_ids.union(own)

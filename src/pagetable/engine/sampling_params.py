@@ -1,0 +1,114 @@
+"""How a request wants its tokens drawn and when it wants to end. Names and meaning as in vLLM."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence as SequenceABC
+from dataclasses import dataclass, fields
+from typing import Any
+
+from pagetable.engine.errors import RequestError
+
+MAX_LOGPROBS = 20  # alternatives a token, as the OpenAI API allows
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """Sampling parameters of one request; checked when they are made, RequestError names the field.
+
+    The last group exists so that a script written for vLLM runs: those fields are accepted at the value that means
+    "off" and refused otherwise, because a parameter that is taken and ignored is a wrong answer.
+    """
+
+    n: int = 1  # answers to one prompt; they share its full blocks
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0  # keep the likeliest tokens that together have this probability
+    top_k: int = 0  # keep the k likeliest tokens; 0 or -1 keeps all
+    min_p: float = 0.0  # keep tokens at least this share as likely as the likeliest
+    seed: int | None = None  # the same seed gives the same answer, whatever else runs
+    max_tokens: int | None = 16  # output tokens; None: up to the model's length
+    min_tokens: int = 0  # no end token before this many
+    stop: str | SequenceABC[str] | None = None  # texts that end the answer; not part of it
+    stop_token_ids: SequenceABC[int] | None = None  # tokens that end the answer; the last of its tokens
+    ignore_eos: bool = False  # go on past the model's end tokens
+    logprobs: int | None = None  # alternatives to report at each token; 0 only the drawn one
+    skip_special_tokens: bool = True  # in the text
+
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    prompt_logprobs: int | None = None
+    bad_words: SequenceABC[str] | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: SequenceABC[int] | None = None
+    logits_processors: Any = None
+    structured_outputs: Any = None
+    include_stop_str_in_output: bool = False
+    truncate_prompt_tokens: int | None = None
+    detokenize: bool = True
+    spaces_between_special_tokens: bool = True
+    extra_args: dict[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._refuse_unsupported()
+        _number(self, "temperature", 0, math.inf)
+        _number(self, "top_p", 0, 1, low_allowed=False)
+        _number(self, "min_p", 0, 1)
+        _integer(self, "n", 1)
+        _integer(self, "top_k", -1)
+        _integer(self, "min_tokens", 0)
+        if self.max_tokens is not None:
+            _integer(self, "max_tokens", 1)
+            if self.min_tokens > self.max_tokens:
+                raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+        if self.seed is not None:
+            _integer(self, "seed", -(2**63), 2**64 - 1)
+        if self.logprobs is not None:
+            _integer(self, "logprobs", 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise RequestError(f"{name}={getattr(self, name)!r}: it must be True or False")
+        self._normalise_stops()
+
+    def _refuse_unsupported(self) -> None:
+        first = [field.name for field in fields(self)].index("presence_penalty")
+        for field in fields(self)[first:]:
+            value = getattr(self, field.name)
+            if value != field.default and not (value in ([], {}, ()) and field.default is None):
+                raise RequestError(f"{field.name}={value!r} is not supported yet; leave it at {field.default!r}")
+
+    def _normalise_stops(self) -> None:
+        """`stop` and `stop_token_ids` become tuples."""
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        if not all(isinstance(text, str) and text for text in stop):
+            raise RequestError(f"stop={self.stop!r}: it must be a text or a list of texts, none of them empty")
+        stop_token_ids = tuple(self.stop_token_ids or ())
+        if not all(_is_integer(token_id) and token_id >= 0 for token_id in stop_token_ids):
+            raise RequestError(f"stop_token_ids={self.stop_token_ids!r}: it must be a list of token ids")
+        object.__setattr__(self, "stop", stop)
+        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+
+
+def _number(params: SamplingParams, name: str, low: float, high: float, *, low_allowed: bool = True) -> None:
+    value: Any = getattr(params, name)
+    is_number = isinstance(value, numbers.Real) and not _is_bool(value) and math.isfinite(value)
+    if not is_number or not low <= value <= high or (value == low and not low_allowed):
+        bounds = f"{'at least' if low_allowed else 'more than'} {low:g}"
+        bounds += "" if high == math.inf else f", at most {high:g}"
+        raise RequestError(f"{name}={value!r}: it must be a number, {bounds}")
+
+
+def _integer(params: SamplingParams, name: str, low: int, high: int | None = None) -> None:
+    value: Any = getattr(params, name)
+    if not _is_integer(value) or value < low or (high is not None and value > high):
+        bounds = f"from {low} up" if high is None else f"from {low} to {high}"
+        raise RequestError(f"{name}={value!r}: it must be a whole number {bounds}")
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not _is_bool(value)

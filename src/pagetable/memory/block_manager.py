@@ -1,0 +1,444 @@
+"""The page table: which physical block holds which tokens of which sequence, and who may share it.
+
+A block's life: `can_allocate` looks for cached blocks, `allocate` takes them and fresh ones, the model computes,
+`hash_blocks` publishes what became full, `may_append` adds a block as the sequence grows, `deallocate` gives all back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import xxhash
+
+from pagetable.memory import events
+from pagetable.memory.block import Block
+from pagetable.memory.events import EventSink, MissReason
+from pagetable.memory.free_queue import FreeQueue
+from pagetable.memory.invariants import check_invariants
+from pagetable.memory.prefix import PrefixChain, encode_root
+
+logger = logging.getLogger(__name__)
+
+
+class OutOfBlocksError(RuntimeError):
+    """A block was asked for and none is free. Ask `can_allocate` or `can_append` first; nothing was changed."""
+
+
+class SequenceLike(Protocol):
+    """What the manager needs of a sequence (`prefix_chain` it adds by itself)."""
+
+    token_ids: Any  # tokens so far: a list or an int32 buffer, only ever appended to
+    block_table: list[int]  # physical block of each logical block
+    num_cached_tokens: int  # tokens whose K/V is in the blocks
+    num_scheduled_tokens: int  # tokens that the present step computes
+    cache_salt: str | None  # only sequences with the same salt share
+    prefix_chain: Any  # the manager's own: hashes of the full blocks
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens so far."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that they fill or begin."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Numbers that are always there. Blocks as of now, all else since the manager was made."""
+
+    num_blocks: int
+    block_size: int  # tokens a block
+    blocks_in_use: int
+    blocks_cached_idle: int  # nobody uses them, but they can be hit
+    blocks_empty: int
+    query_tokens: int  # tokens of admitted requests, each request once
+    hit_tokens: int  # of those, found in the cache
+    evictions: int
+    preemptions: int
+    recomputed_tokens: int  # computed once, lost by preemption, computed again
+    wasted_slots: int  # slots of blocks in use that no token fills
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the query tokens that were found in the cache, 0 to 1."""
+        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
+
+
+class BlockManager:
+    """Hands out `num_blocks` blocks of `block_size` tokens, and finds the blocks that already hold a prefix.
+
+    `namespace` says which numbers the K/V are (model and dtype): sequences of different namespaces never share.
+    `events` is called with each event of `pagetable.memory.events`. One step is in flight at a time.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int = 16,
+        *,
+        enable_prefix_caching: bool = True,
+        eviction_policy: str = "lru",
+        namespace: bytes = b"",
+        events: EventSink | None = None,
+    ) -> None:
+        if num_blocks < 1:
+            raise ValueError(f"num_blocks={num_blocks}: at least 1 block is needed")
+        if block_size < 1 or block_size & (block_size - 1):
+            raise ValueError(f"block_size={block_size}: it must be a power of two, from 1 up")
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.namespace = namespace
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.hash_to_block_id: dict[bytes, int] = {}  # the registry: one owner for each content
+        self.free_block_ids = FreeQueue(num_blocks, eviction_policy)
+        self._sink = events
+        self._identity = object()  # tells our chains from those of another manager
+        self._live: dict[int, SequenceLike] = {}  # sequences that hold blocks, by id()
+        self._in_flight: dict[bytes, tuple[SequenceLike, int]] = {}  # blocks being computed: hash to leader and index
+        self._removals = 0  # from the registry: what a look-up found stays found while this stands
+        self._generation = 0  # how often the cache was reset
+        self._query_tokens = self._hit_tokens = self._evictions = self._preemptions = self._recomputed_tokens = 0
+
+    @staticmethod
+    def compute_hash(token_bytes: bytes, prefix: bytes) -> bytes:
+        """Hash of a block: its tokens as int32 little-endian bytes, chained over the hash of the block before.
+
+        Without the chain the B of "A, B" and of "C, B" would be one key. XXH3-128, 16 bytes: fast, and it need not be
+        more, because a hit compares the content and the parent as well.
+        """
+        return xxhash.xxh3_128_digest(prefix + token_bytes)
+
+    # ---------------------------------------------------------------- admission
+
+    def can_allocate(self, seq: SequenceLike, headroom: int = 0) -> int:
+        """How many leading blocks of `seq` are cached, or -1 when memory is short: 0 means "go ahead, nothing cached".
+
+        A pure look-up. A hit on a block in use costs nothing; a cached idle block is itself one of the free ones, so it
+        counts against capacity like a fresh block, once. `headroom` blocks must be left over.
+        """
+        matched = self._match(seq)
+        blocks = self.blocks
+        num_needed = seq.num_blocks - sum(1 for block_id in matched if blocks[block_id].ref_count)
+        return len(matched) if num_needed + headroom <= len(self.free_block_ids) else -1
+
+    def allocate(self, seq: SequenceLike, num_cached_blocks: int) -> None:
+        """Fill the block table: the cached blocks that `can_allocate` found, then fresh ones for all other tokens.
+
+        Ends with `num_cached_tokens = num_cached_blocks * block_size`: what the runner need not compute. Raises
+        ValueError when `seq` already has blocks or fewer are cached, OutOfBlocksError when memory is short.
+        """
+        if seq.block_table:
+            raise ValueError(f"allocate: the sequence already holds {len(seq.block_table)} blocks")
+        matched = self._match(seq)
+        if not 0 <= num_cached_blocks <= len(matched):
+            raise ValueError(f"allocate: num_cached_blocks={num_cached_blocks}, but {len(matched)} blocks are cached")
+        hits = matched[:num_cached_blocks]
+        num_fresh = seq.num_blocks - num_cached_blocks
+        num_idle = sum(1 for block_id in hits if not self.blocks[block_id].ref_count)
+        if num_fresh + num_idle > len(self.free_block_ids):
+            raise OutOfBlocksError(f"{num_fresh + num_idle} blocks are needed, {len(self.free_block_ids)} are free")
+
+        chain = self._chain(seq)
+        chain.generation = self._generation
+        self._live[id(seq)] = seq
+        for block_id in hits:  # before any fresh block is taken, so that no hit is evicted
+            self._use(self.blocks[block_id])
+        fresh = [self._take() for _ in range(num_fresh)]
+        seq.block_table.extend(hits)
+        seq.block_table.extend(fresh)
+        seq.num_cached_tokens = num_cached_blocks * self.block_size
+        self._count(seq, chain)
+        if self._sink is not None:
+            self._tell_admission(seq, num_cached_blocks, fresh)
+        self._announce(seq, num_cached_blocks)
+
+    def is_in_flight(self, seq: SequenceLike, num_cached_blocks: int) -> bool:
+        """Whether another sequence is computing the full block that `seq` needs next: waiting for it saves the work.
+
+        Exact like a hit: the leader's block must have the same tokens under the same parent.
+        """
+        if not self.enable_prefix_caching or num_cached_blocks >= seq.num_blocks - 1:
+            return False
+        matched, chain = self._match(seq), self._chain(seq)
+        leader, i = self._in_flight.get(chain.hashes[num_cached_blocks], (seq, -1))
+        if leader is seq or i != num_cached_blocks:
+            return False
+        theirs = self._chain(leader)
+        if theirs.contents[i] != chain.contents[i]:
+            return False
+        return leader.block_table[i - 1] == matched[i - 1] if i else theirs.root == chain.root
+
+    # ---------------------------------------------------------------- growth
+
+    def can_append(self, seq: SequenceLike) -> bool:
+        """Whether the newest token of `seq` has a slot or can be given one."""
+        return not self._needs_block(seq) or len(self.free_block_ids) > 0
+
+    def may_append(self, seq: SequenceLike) -> None:
+        """Before a decode step: add a block if the newest token has no slot. OutOfBlocksError when none is free."""
+        if self._needs_block(seq):
+            block_id = self._take()
+            seq.block_table.append(block_id)
+            if self._sink is not None:
+                self._tell(events.Allocated(_seq_id(seq), (block_id,)))
+        if seq.num_tokens % self.block_size == 0:  # this step fills a block whose content is known by now
+            self._announce(seq, seq.num_tokens // self.block_size - 1)
+
+    def _needs_block(self, seq: SequenceLike) -> bool:
+        # The newest token is already in the sequence while its K/V is not yet in a block. So a block is needed exactly
+        # when the tokens before it, len(seq) - 1, fill whole blocks. (The lesson writes len(seq) % block_size == 1,
+        # which is the same for sizes above 1.) The second half: a table filled at admission may hold the slot already.
+        num_tokens = seq.num_tokens
+        return (num_tokens - 1) % self.block_size == 0 and len(seq.block_table) * self.block_size < num_tokens
+
+    def hash_blocks(self, seq: SequenceLike) -> None:
+        """Publish the blocks that this step filled: after the forward pass, before `num_cached_tokens` advances.
+
+        Not earlier, because before it the content does not exist. If the same content has an owner already, the table
+        is switched to the owner and the copy is freed. A hash that is taken by other content stays with it: then this
+        block and its descendants remain unregistered.
+        """
+        start = seq.num_cached_tokens // self.block_size
+        end = (seq.num_cached_tokens + seq.num_scheduled_tokens) // self.block_size
+        if start == end or not self.enable_prefix_caching:
+            return
+        if end * self.block_size > seq.num_tokens or end > len(seq.block_table):
+            raise ValueError(f"hash_blocks: {end} blocks computed, but the sequence has {seq.num_tokens} tokens")
+        chain = self._chain(seq)
+        if chain.generation != self._generation:  # computed before a reset
+            return
+        chain.extend(seq.token_ids, end, self.block_size, type(self).compute_hash)
+        for i in range(start, end):
+            if not self._publish(seq, chain, i):
+                break
+        self._announce(seq, end)
+
+    def _publish(self, seq: SequenceLike, chain: PrefixChain, i: int) -> bool:
+        """Register block i of `seq`, or switch to the one that already is. False if neither can be."""
+        table = seq.block_table
+        parent: int | bytes = table[i - 1] if i else chain.root
+        if i and self.blocks[table[i - 1]].hash is None:
+            return False
+        hash, content, block = chain.hashes[i], chain.contents[i], self.blocks[table[i]]
+        if block.hash is not None:  # published before
+            return True
+        owner_id = self.hash_to_block_id.setdefault(hash, block.block_id)
+        if owner_id == block.block_id:
+            block.register(hash, content, parent)
+            if self._sink is not None:
+                parent_hash = chain.hashes[i - 1] if i else None
+                self._tell(events.Stored(block.block_id, hash, parent_hash, tuple(block.token_ids)))
+            return True
+        owner = self.blocks[owner_id]
+        if owner.content != content or owner.parent != parent:
+            return False
+        self._use(owner)
+        table[i] = owner_id
+        self._release(seq, [block.block_id])
+        return True
+
+    # ---------------------------------------------------------------- return
+
+    def deallocate(self, seq: SequenceLike) -> None:
+        """Give back every block. A block that nobody else uses becomes free *and keeps its hash*: it can be hit again.
+
+        In reverse order, so that the deepest block is the first to be evicted: a chain without its head is worthless.
+        """
+        self.shrink(seq, 0)
+        seq.num_cached_tokens = seq.num_scheduled_tokens = 0
+        self._live.pop(id(seq), None)
+        self._retract(self._chain(seq), seq)
+
+    def shrink(self, seq: SequenceLike, num_blocks: int) -> None:
+        """Give back the blocks of `seq` past the first `num_blocks`, the last first."""
+        tail = seq.block_table[num_blocks:]
+        del seq.block_table[num_blocks:]
+        self._release(seq, tail[::-1])
+
+    def preempt(self, seq: SequenceLike) -> None:
+        """Deallocate a running sequence for the sake of others, and count what it will have to compute again."""
+        self._preemptions += 1
+        self._chain(seq).computed_before_preemption = seq.num_cached_tokens
+        if self._sink is not None:
+            self._tell(events.Preempted(_seq_id(seq), seq.num_cached_tokens))
+        self.deallocate(seq)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every content (after new weights, too). Live sequences finish, and register nothing more."""
+        self._generation += 1
+        self._removals += 1
+        for block_id in self.hash_to_block_id.values():
+            self.blocks[block_id].unregister()
+        self.hash_to_block_id.clear()
+        self._in_flight.clear()
+        while len(self.free_block_ids.cached):
+            self.free_block_ids.empty.append(self.free_block_ids.cached.pop())
+        if self._sink is not None:
+            self._tell(events.Cleared())
+
+    # ---------------------------------------------------------------- what can be read
+
+    @property
+    def used_block_ids(self) -> frozenset[int]:
+        """The blocks in use. Made anew at each call, O(num_blocks): for readers, not for the hot path."""
+        return frozenset(block.block_id for block in self.blocks if block.ref_count)
+
+    def live_sequences(self) -> Iterator[SequenceLike]:
+        """The sequences that hold blocks."""
+        return iter(self._live.values())
+
+    def stats(self) -> CacheStats:
+        """Counters and gauges; cost grows with the number of live sequences, not of blocks."""
+        num_cached = len(self.free_block_ids.cached)
+        num_empty = len(self.free_block_ids.empty)
+        return CacheStats(
+            num_blocks=len(self.blocks),
+            block_size=self.block_size,
+            blocks_in_use=len(self.blocks) - num_cached - num_empty,
+            blocks_cached_idle=num_cached,
+            blocks_empty=num_empty,
+            query_tokens=self._query_tokens,
+            hit_tokens=self._hit_tokens,
+            evictions=self._evictions,
+            preemptions=self._preemptions,
+            recomputed_tokens=self._recomputed_tokens,
+            wasted_slots=sum(len(s.block_table) * self.block_size - s.num_tokens for s in self._live.values()),
+        )
+
+    def check(self) -> None:
+        """Verify the invariants I1 to I4 and I9; raises InvariantError that names the block. O(num_blocks)."""
+        check_invariants(self)
+
+    # ---------------------------------------------------------------- inside
+
+    def _chain(self, seq: SequenceLike) -> PrefixChain:
+        chain: PrefixChain | None = getattr(seq, "prefix_chain", None)
+        if chain is None or chain.owner is not self._identity:
+            chain = PrefixChain(self._identity, encode_root(self.namespace, self.block_size, salt=seq.cache_salt))
+            seq.prefix_chain = chain
+        return chain
+
+    def _match(self, seq: SequenceLike) -> list[int]:
+        """The longest cached prefix of `seq`, as block ids. Never the last block: one token must be computed."""
+        if not self.enable_prefix_caching:
+            return []
+        chain = self._chain(seq)
+        if chain.matched_at != self._removals:
+            chain.matched, chain.matched_at = [], self._removals
+        matched, limit = chain.matched, seq.num_blocks - 1
+        chain.extend(seq.token_ids, limit, self.block_size, type(self).compute_hash)
+        parent: int | bytes = matched[-1] if matched else chain.root
+        for i in range(len(matched), limit):
+            block_id = self.hash_to_block_id.get(chain.hashes[i])
+            if block_id is None:
+                break
+            block = self.blocks[block_id]
+            if block.content != chain.contents[i] or block.parent != parent:  # same hash, other tokens or other prefix
+                break
+            matched.append(block_id)
+            parent = block_id
+        return matched
+
+    def _use(self, block: Block) -> None:
+        """One more table entry names a registered block; an idle one is claimed back from the free queue."""
+        if block.ref_count == 0:
+            self.free_block_ids.cached.remove(block.block_id)
+        block.ref_count += 1
+
+    def _take(self) -> int:
+        """A free block for new content; evicts if it must."""
+        free = self.free_block_ids
+        if free.empty:
+            block_id = free.empty.pop()
+            self.blocks[block_id].ref_count = 1
+            return block_id
+        if not len(free.cached):
+            raise OutOfBlocksError("no block is free")
+        block_id = free.cached.pop()
+        block = self.blocks[block_id]
+        # The registry must forget the old content first: a hit on it would read memory about to be overwritten.
+        assert block.hash is not None
+        del self.hash_to_block_id[block.hash]
+        if self._sink is not None:
+            self._tell(events.Removed(block_id, block.hash))
+        block.unregister()
+        block.ref_count = 1
+        self._removals += 1
+        self._evictions += 1
+        return block_id
+
+    def _release(self, seq: SequenceLike, block_ids: list[int]) -> None:
+        """One entry less names each of these blocks; at zero the block is free, and keeps its hash."""
+        freed: list[int] | None = None if self._sink is None else []
+        blocks, empty, cached = self.blocks, self.free_block_ids.empty, self.free_block_ids.cached
+        for block_id in block_ids:
+            block = blocks[block_id]
+            block.ref_count -= 1
+            if block.ref_count == 0:
+                if block.hash is None:
+                    empty.append(block_id)
+                else:
+                    cached.add(block_id)
+                if freed is not None:
+                    freed.append(block_id)
+        if freed:
+            self._tell(events.Freed(_seq_id(seq), tuple(freed)))
+
+    def _announce(self, seq: SequenceLike, i: int) -> None:
+        """Say that `seq` computes its block i next, if that will be full and can be published."""
+        chain = self._chain(seq)
+        self._retract(chain, seq)
+        if not self.enable_prefix_caching or chain.generation != self._generation:
+            return
+        if (i + 1) * self.block_size <= seq.num_tokens:
+            chain.extend(seq.token_ids, i + 1, self.block_size, type(self).compute_hash)
+            chain.announced = chain.hashes[i]
+            self._in_flight.setdefault(chain.announced, (seq, i))
+
+    def _retract(self, chain: PrefixChain, seq: SequenceLike) -> None:
+        if chain.announced is not None:
+            if self._in_flight.get(chain.announced, (None,))[0] is seq:
+                del self._in_flight[chain.announced]
+            chain.announced = None
+
+    def _count(self, seq: SequenceLike, chain: PrefixChain) -> None:
+        """Statistics of one admission: a request counts once, what preemption cost apart."""
+        if not chain.counted:
+            chain.counted = True
+            self._query_tokens += seq.num_tokens
+            self._hit_tokens += seq.num_cached_tokens
+        self._recomputed_tokens += max(0, chain.computed_before_preemption - seq.num_cached_tokens)
+        chain.computed_before_preemption = 0
+
+    def _tell_admission(self, seq: SequenceLike, num_cached_blocks: int, fresh: list[int]) -> None:
+        seq_id, chain = _seq_id(seq), self._chain(seq)
+        if num_cached_blocks:
+            self._tell(events.Hit(seq_id, seq.num_cached_tokens))
+        hash = None
+        if not self.enable_prefix_caching:
+            reason = MissReason.DISABLED
+        elif num_cached_blocks >= seq.num_blocks - 1:
+            reason = MissReason.PARTIAL_TAIL
+        else:
+            hash = chain.hashes[num_cached_blocks]
+            reason = MissReason.IN_FLIGHT if self.is_in_flight(seq, num_cached_blocks) else MissReason.NEVER_SEEN
+        self._tell(events.Miss(seq_id, num_cached_blocks, seq.num_tokens - seq.num_cached_tokens, hash, reason))
+        self._tell(events.Allocated(seq_id, tuple(fresh)))
+
+    def _tell(self, event: events.Event) -> None:
+        """Hand an event to the sink. A sink that fails must not leave the page table half changed."""
+        assert self._sink is not None
+        try:
+            self._sink(event)
+        except Exception:
+            logger.exception("the event sink failed on %r", event)
+
+
+def _seq_id(seq: SequenceLike) -> int | None:
+    return getattr(seq, "seq_id", None)
