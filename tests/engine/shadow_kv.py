@@ -1,0 +1,153 @@
+"""A runner that knows what every slot of KV memory ought to hold, and a storm of requests to catch it out.
+
+Each slot of the shadow memory holds the exact history that its K/V would depend on: the salt and every token up to and
+including its own. Before a step writes, every slot of the tokens that it takes as cached must hold the right history;
+what it writes must not touch what anybody else reads. So no order of storing and attending inside a step can matter.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from pagetable.engine import SamplingParams, Scheduler, Sequence, Step
+from pagetable.memory import BlockManager
+
+History = tuple[str | None, tuple[int, ...]]
+
+
+class WrongKV(AssertionError):
+    """A sequence would have read K/V of something else."""
+
+
+@dataclass
+class ShadowRunner:
+    """Checks a step against the shadow memory; its tokens, of a tiny vocabulary, are a function of the history."""
+
+    block_size: int
+    vocabulary: int = 3
+    slots: dict[int, History] = field(default_factory=dict)
+
+    def execute(self, step: Step) -> list[int]:
+        tables = [self._slots_of(step, i) for i in range(len(step.seqs))]
+        for seq, slots, scheduled in zip(step.seqs, tables, step.num_scheduled_tokens, strict=True):
+            self._expect(seq, slots[:-scheduled])
+        self._no_overlap(step, tables)
+        for i, seq in enumerate(step.seqs):
+            start, stop = step.query_start[i : i + 2]
+            for token_id, position, slot in zip(
+                step.token_ids[start:stop], step.positions[start:stop], step.slot_mapping[start:stop], strict=True
+            ):
+                if seq.token_ids[position] != token_id or slot != tables[i][position]:
+                    raise WrongKV(f"{seq}: wrong token or slot at position {position}")
+                self.slots[int(slot)] = self._history(seq, int(position))
+        for seq, slots in zip(step.seqs, tables, strict=True):
+            self._expect(seq, slots)
+        return [self.next_token(seq) for seq, needs in zip(step.seqs, step.needs_logits, strict=True) if needs]
+
+    def next_token(self, seq: Sequence) -> int:
+        """The answer that this sequence gets whatever is cached: a function of its history alone."""
+        return zlib.crc32(repr((seq.cache_salt, seq.token_ids)).encode()) % self.vocabulary
+
+    def _slots_of(self, step: Step, i: int) -> list[int]:
+        positions = np.arange(step.context_lens[i])
+        blocks = step.block_tables[i][positions // self.block_size]
+        if (blocks < 0).any():
+            raise WrongKV("a position has no block")
+        return (blocks.astype(np.int64) * self.block_size + positions % self.block_size).tolist()
+
+    def _history(self, seq: Sequence, position: int) -> History:
+        return seq.cache_salt, tuple(seq.token_ids[: position + 1])
+
+    def _expect(self, seq: Sequence, slots: list[int]) -> None:
+        for position, slot in enumerate(slots):
+            if self.slots.get(slot) != self._history(seq, position):
+                raise WrongKV(f"{seq} reads slot {slot} for position {position}: it holds {self.slots.get(slot)}")
+
+    def _no_overlap(self, step: Step, tables: list[list[int]]) -> None:
+        written = step.slot_mapping.tolist()
+        if len(set(written)) != len(written):
+            raise WrongKV("two tokens of one step are stored in one slot")
+        read = {slot for slots, n in zip(tables, step.num_scheduled_tokens, strict=True) for slot in slots[:-n]}
+        if not read.isdisjoint(written):
+            raise WrongKV("a step writes a slot that it reads as cached")
+
+
+def storm(seed: int, manager_class: type[BlockManager] = BlockManager, *, checked: bool = True) -> BlockManager:
+    """Random requests through a tiny pool until all have ended; raises WrongKV or InvariantError on any fault.
+
+    Returns the manager, with every block free again.
+    """
+    rng = random.Random(seed)
+    block_size = rng.choice([1, 2, 4])
+    num_blocks = rng.randint(3, 14)
+    manager = manager_class(num_blocks, block_size, enable_prefix_caching=rng.random() < 0.95)
+    scheduler = Scheduler(
+        manager,
+        max_num_seqs=rng.randint(1, 6),
+        max_num_batched_tokens=rng.randint(1, 24),
+        max_model_len=40,
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
+        eos_token_ids=[2] if rng.random() < 0.5 else [],
+    )
+    runner = ShadowRunner(block_size)
+    prompts = [[rng.randrange(2) for _ in range(rng.randint(1, num_blocks * block_size))] for _ in range(4)]
+    to_come = rng.randint(4, 14)
+    everyone: list[Sequence] = []
+    for _ in range(3000):
+        while to_come and rng.random() < 0.4:
+            to_come -= 1
+            everyone.append(_request(rng, prompts, block_size, num_blocks))
+            scheduler.add(everyone[-1])
+        _disturb(rng, scheduler, manager, everyone)
+        step = scheduler.schedule()
+        if step is None:
+            assert not scheduler.has_unfinished, "unfinished sequences, but nothing is scheduled"
+            if not to_come:
+                break
+            continue
+        _run(rng, scheduler, runner, step, everyone)
+        if checked:
+            manager.check()
+    else:
+        raise AssertionError("the requests do not end")
+    assert all(seq.is_finished for seq in everyone)
+    manager.check()
+    assert len(manager.free_block_ids) == num_blocks
+    return manager
+
+
+def _request(rng: random.Random, prompts: list[list[int]], block_size: int, num_blocks: int) -> Sequence:
+    prompt = list(rng.choice(prompts))
+    if rng.random() < 0.5:
+        prompt = prompt[: rng.randint(1, len(prompt))] + [rng.randrange(2) for _ in range(rng.randint(0, 3))]
+    params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 20), ignore_eos=rng.random() < 0.3)
+    return Sequence(
+        prompt[: min(39, num_blocks * block_size)],
+        params,
+        block_size=block_size,
+        cache_salt=rng.choice([None, None, "a", "b"]),
+        priority=rng.randrange(3),
+    )
+
+
+def _disturb(rng: random.Random, scheduler: Scheduler, manager: BlockManager, everyone: list[Sequence]) -> None:
+    if everyone and rng.random() < 0.05:
+        scheduler.abort(rng.choice(everyone).seq_id)
+    if rng.random() < 0.01:
+        manager.reset_prefix_cache()
+
+
+def _run(rng: random.Random, scheduler: Scheduler, runner: ShadowRunner, step: Step, everyone: list[Sequence]) -> None:
+    if rng.random() < 0.05:
+        scheduler.abort(rng.choice(everyone).seq_id)
+    if rng.random() < 0.03:
+        if rng.random() < 0.5:  # it failed after it had written
+            runner.execute(step)
+        scheduler.rollback(step)
+        return
+    tokens = runner.execute(step)
+    scheduler.commit(step, tokens)
