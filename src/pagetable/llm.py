@@ -1,0 +1,390 @@
+"""The offline API: text, engine and model put together. Names as in vLLM's `LLM`."""
+
+from __future__ import annotations
+
+import logging
+import random
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as SequenceABC
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from tqdm import tqdm
+
+from pagetable.checkpoint import ModelError, open_checkpoint
+from pagetable.engine import Engine, RequestError, SamplingParams, Scheduler, Sequence
+from pagetable.memory import BlockManager, CacheStats, EventSink
+from pagetable.model import ModelRunner, available_memory, load_model, num_blocks_for, parse_memory
+from pagetable.outputs import RequestOutput
+from pagetable.prompts import Messages, Prompt, as_list, is_conversation, one_each, tokens_of
+from pagetable.request import Request
+from pagetable.text import Tokenizer, load_tokenizer, resolve_model
+
+logger = logging.getLogger(__name__)
+
+MAX_DEFAULT_CPU_CACHE = 4 << 30  # bytes; a desktop has other uses for its memory
+
+# Options of vLLM's `LLM` that scripts pass and that mean nothing here, with the values at which that is true.
+_HARMLESS_OPTIONS: dict[str, Any] = {
+    "tensor_parallel_size": lambda value: value == 1,
+    "pipeline_parallel_size": lambda value: value == 1,
+    "data_parallel_size": lambda value: value == 1,
+    "enforce_eager": lambda value: isinstance(value, bool),
+    "disable_log_stats": lambda value: isinstance(value, bool),
+    "trust_remote_code": lambda value: value is False,
+    "tokenizer": lambda value: value is None,
+    "tokenizer_mode": lambda value: value in ("auto", "hf"),
+    "quantization": lambda value: value is None,
+    "revision": lambda value: value is None,
+    "swap_space": lambda value: isinstance(value, int | float),
+    "cpu_offload_gb": lambda value: value == 0,
+    "kv_cache_dtype": lambda value: value == "auto",
+    "enable_chunked_prefill": lambda value: value in (None, True),
+    "skip_tokenizer_init": lambda value: value is False,
+    "load_format": lambda value: value in ("auto", "safetensors", "gguf"),
+    "task": lambda value: value in (None, "auto", "generate"),
+    "runner": lambda value: value in ("auto", "generate"),
+}
+
+
+class LLM:
+    """A model and its paged KV cache, ready to answer.
+
+    `model` is a local folder (Hugging Face layout), a `.gguf` file, a hub id or the alias `smollm2`.
+    `kv_cache_memory` is bytes, a text like "2GiB", or a share of free memory (0.5); by default 90 % of a GPU's free
+    memory (`gpu_memory_utilization`), or half of the machine's, at most 4 GiB. `max_num_batched_tokens` bounds a step:
+    512 on a CPU, where more rows make the products no faster, 8192 on a GPU. `threads` sets torch's threads for the
+    whole process. `events` is called with each event of the page table.
+
+    Raises `ModelError` for a model that cannot be used and `ValueError` or `TypeError` for arguments. Several threads
+    may share one LLM: their requests are computed in the same steps.
+    """
+
+    def __init__(
+        self,
+        model: str | Path = "smollm2",
+        *,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "cpu",
+        block_size: int = 16,
+        kv_cache_memory: int | str | float | None = None,
+        max_num_seqs: int = 128,
+        max_num_batched_tokens: int | None = None,
+        max_model_len: int | None = None,
+        enable_prefix_caching: bool = True,
+        eviction_policy: str = "lru",
+        scheduling_policy: str = "fcfs",
+        seed: int = 0,
+        threads: int | None = None,
+        chat_template: str | None = None,
+        events: EventSink | None = None,
+        gpu_memory_utilization: float = 0.9,
+        progress: bool | None = None,
+        **vllm_options: Any,
+    ) -> None:
+        _refuse_options(vllm_options)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.model_name = str(model)
+        checkpoint = open_checkpoint(resolve_model(model))
+        self.tokenizer: Tokenizer = load_tokenizer(checkpoint)
+        with _loading_bar(checkpoint.name, progress) as report:
+            loaded = load_model(checkpoint, dtype=dtype, device=device, progress=report)
+        self.config = loaded.config
+        self.dtype, self.device = loaded.dtype, loaded.device
+        memory = _cache_bytes(kv_cache_memory, self.device, gpu_memory_utilization)
+        num_blocks = num_blocks_for(self.config, memory, block_size, self.dtype)
+        self.max_model_len = self._model_len(max_model_len, num_blocks * block_size)
+        self._block_manager = BlockManager(
+            num_blocks,
+            block_size,
+            enable_prefix_caching=enable_prefix_caching,
+            eviction_policy=eviction_policy,
+            namespace=checkpoint.fingerprint() + str(self.dtype).encode(),
+            events=events,
+        )
+        scheduler = Scheduler(
+            self._block_manager,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens or (512 if self.device.type == "cpu" else 8192),
+            max_model_len=self.max_model_len,
+            scheduling_policy=scheduling_policy,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+        )
+        self._engine: Engine | None = Engine(scheduler, ModelRunner(loaded, num_blocks, block_size))
+        self._chat_template = chat_template
+        self._random = random.Random(seed)
+        self._lock = threading.RLock()
+        self._request_ids = count()
+        self._answering: dict[int, Request] = {}  # unfinished sequences by seq_id
+
+    def _model_len(self, asked: int | None, cache_tokens: int) -> int:
+        longest = self.config.max_position_embeddings
+        if asked is not None and not 1 <= asked <= longest:
+            raise ValueError(f"max_model_len={asked}: this model allows 1 to {longest}")
+        length = asked or longest
+        if cache_tokens < length:
+            warnings.warn(
+                f"the KV cache holds {cache_tokens} tokens, less than max_model_len={length}: longer requests end "
+                "with cache_full. Give kv_cache_memory more, or set max_model_len",
+                stacklevel=3,
+            )
+        return length
+
+    # ---------------------------------------------------------------- what people call
+
+    def generate(
+        self,
+        prompts: Prompt | SequenceABC[Prompt],
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: SequenceABC[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or a list of them; the outputs come in the order of the prompts.
+
+        A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids` and optionally
+        `cache_salt`. One `sampling_params` serves all, or a list has one for each. Raises RequestError for the first
+        prompt that cannot be served; then none is.
+        """
+        requests = self._submit(as_list(prompts), sampling_params, priority)
+        return self._finish_all(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Messages | SequenceABC[Messages],
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        chat_template: str | None = None,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of messages with `role` and `content`) or a list of them."""
+        conversations = [messages] if is_conversation(messages) else list(messages)
+        prompts = [
+            self.tokenizer.encode_chat(
+                conversation,  # type: ignore[arg-type]
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                chat_template=chat_template or self._chat_template,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]
+        return self._finish_all(self._submit(prompts, sampling_params, None), use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | SequenceABC[Prompt] | Messages,
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Answer a prompt, a conversation or a list of prompts, yielding an output whenever one of them has more.
+
+        Each output holds all the text so far, and in `new_text` what is new. Closing the iterator ends the requests.
+        """
+        if is_conversation(prompts):
+            prompts = self.tokenizer.encode_chat(prompts, chat_template=self._chat_template)  # type: ignore[arg-type]
+        return self._stream(self._submit(as_list(prompts), sampling_params, None))
+
+    def stats(self) -> CacheStats:
+        """Counters and gauges of the page table."""
+        with self._lock:
+            return self._block_manager.stats()
+
+    def reset_prefix_cache(self) -> None:
+        """Forget every cached prefix. Running requests finish undisturbed."""
+        with self._lock:
+            self._block_manager.reset_prefix_cache()
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The tokenizer."""
+        return self.tokenizer
+
+    @property
+    def block_manager(self) -> BlockManager:
+        """The page table, to look at."""
+        return self._block_manager
+
+    def close(self) -> None:
+        """End all requests and let go of the weights and the cache. Calling it again does nothing."""
+        with self._lock:
+            if self._engine is None:
+                return
+            self._abort(set(self._answering.values()))
+            self._engine = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    # ---------------------------------------------------------------- in
+
+    def _submit(
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None,
+        priority: SequenceABC[int] | None,
+    ) -> list[Request]:
+        """Check and queue all prompts, or none."""
+        params = one_each(sampling_params or SamplingParams(), len(prompts), "sampling_params", SamplingParams)
+        priorities = one_each(0 if priority is None else priority, len(prompts), "priority", int)
+        with self._lock:
+            scheduler = self._running_engine().scheduler
+            requests = [self._request(*given) for given in zip(prompts, params, priorities, strict=True)]
+            added: list[Sequence] = []
+            try:
+                for seq in (seq for request in requests for seq in request.sequences):
+                    scheduler.add(seq)
+                    added.append(seq)
+            except RequestError:
+                for seq in added:
+                    scheduler.abort(seq.seq_id)
+                raise
+            self._answering |= {seq.seq_id: request for request in requests for seq in request.sequences}
+        return requests
+
+    def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        text, token_ids, cache_salt = tokens_of(prompt, self.tokenizer)
+        base = self._random.getrandbits(63) if params.seed is None else params.seed
+        sequences = [
+            Sequence(
+                token_ids,
+                replace(params, seed=(base + i) % 2**64),
+                block_size=self._block_manager.block_size,
+                cache_salt=cache_salt,
+                priority=priority,
+            )
+            for i in range(params.n)
+        ]
+        largest = max(sequences[0].token_ids, default=0)
+        if largest >= self.config.vocab_size:
+            raise RequestError(f"token id {largest} is not in the vocabulary: 0 to {self.config.vocab_size - 1} are")
+        return Request(str(next(self._request_ids)), text, sequences, self.tokenizer)
+
+    # ---------------------------------------------------------------- out
+
+    def _finish_all(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        with _progress_bar(len(requests), use_tqdm) as bar:
+            for output in self._stream(requests, only_finished=True):
+                bar.update(1)
+                bar.set_postfix_str(f"{output.num_cached_tokens or 0} tokens cached", refresh=False)
+        return [request.output() for request in requests]
+
+    def _stream(self, requests: list[Request], only_finished: bool = False) -> Iterator[RequestOutput]:
+        told: dict[str, int] = {}  # output tokens that the last output had
+        try:
+            pending = list(requests)
+            while pending:
+                with self._lock:
+                    if any(not request.is_finished for request in pending):
+                        self._step()
+                for request in list(pending):
+                    if request.is_finished:
+                        pending.remove(request)
+                    num_tokens = sum(seq.num_output_tokens for seq in request.sequences)
+                    if request.is_finished or (not only_finished and told.get(request.request_id, 0) != num_tokens):
+                        told[request.request_id] = num_tokens
+                        yield request.output()
+        finally:  # an error, Ctrl-C, or nobody wants the rest
+            with self._lock:
+                self._abort(set(requests))
+
+    def _step(self) -> None:
+        """One step of the engine, and its tokens turned into text."""
+        engine = self._running_engine()
+        with _deferred_interrupt():
+            step, finished = engine.step()
+            for seq in {seq.seq_id: seq for seq in (*(step.seqs if step else ()), *finished)}.values():
+                request = self._answering.get(seq.seq_id)
+                if request is None:
+                    continue
+                answer = request.answers[request.sequences.index(seq)]
+                if answer.read():
+                    engine.scheduler.finish(seq.seq_id, "stop")
+                if seq.finish_reason == "error" and engine.last_error is not None:
+                    answer.error = f"{type(engine.last_error).__name__}: {engine.last_error}"
+                if seq.is_finished:
+                    del self._answering[seq.seq_id]
+                request.note_times()
+
+    def _abort(self, requests: set[Request]) -> None:
+        """End what is unfinished of these requests."""
+        for seq in [seq for request in requests for seq in request.sequences if not seq.is_finished]:
+            if self._engine is not None:
+                self._engine.scheduler.abort(seq.seq_id)
+            self._answering.pop(seq.seq_id, None)
+
+    def _running_engine(self) -> Engine:
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed; make a new one")
+        return self._engine
+
+
+def _refuse_options(options: Mapping[str, Any]) -> None:
+    for name, value in options.items():
+        if name not in _HARMLESS_OPTIONS:
+            raise TypeError(f"LLM() has no option {name!r}")
+        if not _HARMLESS_OPTIONS[name](value):
+            raise ValueError(f"{name}={value!r} is not supported by pagetable; leave it out")
+
+
+def _cache_bytes(asked: int | str | float | None, device: torch.device, gpu_share: float) -> int:
+    """Size of the KV cache in bytes."""
+    if isinstance(asked, float):
+        if not 0 < asked <= 1:
+            raise ModelError(f'kv_cache_memory={asked}: a share of free memory is from 0 to 1; or give bytes or "2GiB"')
+        return int(asked * available_memory(device))
+    if asked is not None:
+        return parse_memory(asked)
+    if not 0 < gpu_share <= 1:
+        raise ValueError(f"gpu_memory_utilization={gpu_share}: it must be more than 0 and at most 1")
+    if device.type == "cuda":
+        return int(gpu_share * available_memory(device))
+    return min(MAX_DEFAULT_CPU_CACHE, available_memory(device) // 2)
+
+
+def _progress_bar(total: int, shown: bool) -> Any:
+    return tqdm(total=total, desc="Answering", unit="prompt", disable=not shown or not sys.stderr.isatty())
+
+
+@contextmanager
+def _loading_bar(name: str, shown: bool | None) -> Iterator[Any]:
+    """Yields a callback (bytes done, bytes in all); silent unless a person is watching."""
+    hidden = not sys.stderr.isatty() if shown is None else not shown
+    with tqdm(desc=f"Loading {name}", unit="B", unit_scale=True, disable=hidden, leave=False) as bar:
+
+        def report(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield report
+
+
+@contextmanager
+def _deferred_interrupt() -> Iterator[None]:
+    """Let Ctrl-C wait until the step is whole: in the middle of bookkeeping it would leave a block without an owner."""
+    previous = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(previous):
+        yield
+        return
+    pending: list[tuple[Any, ...]] = []
+    signal.signal(signal.SIGINT, lambda *arguments: pending.append(arguments))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+        if pending:
+            previous(*pending[-1])
