@@ -57,7 +57,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(path=where, kind="gguf", name=where.stem, gguf=GGUFFile.open(where))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Checkpoint:
     """An opened model. Get one from `open_checkpoint`."""
 
@@ -87,7 +87,10 @@ class Checkpoint:
         digest = hashlib.blake2b(digest_size=16)
         for file in files:
             resolved = file.resolve()
-            stat = resolved.stat()
+            try:
+                stat = resolved.stat()
+            except OSError as error:
+                raise ModelError(f"{file} is gone since the model was opened: {error}") from error
             digest.update(f"{resolved}\0{stat.st_size}\0{stat.st_mtime_ns}\n".encode("utf-8", "surrogateescape"))
         return digest.digest()
 
@@ -148,7 +151,7 @@ _STRING, _ARRAY = 8, 9
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class GGUFTensor:
     """One tensor as stored. `shape` is in PyTorch's order (rows first); `data` are its bytes, mapped, not read."""
 
@@ -158,7 +161,7 @@ class GGUFTensor:
     data: NDArray[np.uint8]  # (bytes,)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class GGUFFile:
     """A parsed GGUF file: `metadata` (lazily decoded) and `tensors` by name, in the order of the file."""
 
@@ -216,7 +219,8 @@ class _Cursor:
         self.at = 0
 
     def fail(self, problem: str) -> NoReturn:
-        raise ModelError(f"{self.path} is damaged: {problem} (at byte {self.at}); download it again")
+        # A name in a damaged file may be megabytes long.
+        raise ModelError(f"{self.path} is damaged: {problem[:300]} (at byte {self.at}); download it again")
 
     def skip(self, count: int, what: str) -> int:
         """Step over `count` bytes; returns where they begin."""
@@ -240,7 +244,7 @@ class _Cursor:
         try:
             return str(self.view[begin : begin + length], "utf-8")
         except UnicodeDecodeError as error:
-            raise ModelError(f"{self.path} is damaged: {what} is not UTF-8 ({error})") from error
+            raise ModelError(f"{self.path} is damaged: {what[:80]} is not UTF-8 ({error})") from error
 
     def skip_value(self, kind: int, key: str) -> None:
         """Step over a metadata value of type `kind`, checking every length in it."""

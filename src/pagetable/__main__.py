@@ -1,0 +1,5 @@
+"""`python -m pagetable` is the `pagetable` command."""
+
+from pagetable.cli import main
+
+main()

@@ -1,0 +1,76 @@
+"""The numbers' side of the engine: executes one `Step` after another and knows nothing else.
+
+A runner owns the model's KV cache. It never sees a request or a queue; which slot holds what is the scheduler's
+business, and a runner's only memory from step to step is the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from pagetable.engine.step import Step, StepOutput
+from pagetable.model.attention import AttentionBackend, TorchAttention
+from pagetable.model.kv_cache import KVCache
+from pagetable.model.llama import Llama
+from pagetable.model.sampler import LogitsError, sample
+
+
+class ModelRunner:
+    """Runs a loaded model over a paged KV cache of `num_blocks` blocks of `block_size` tokens.
+
+    The cache has the model's type and device. `attention` makes the back-end that serves it.
+    """
+
+    def __init__(
+        self,
+        model: Llama,
+        num_blocks: int,
+        block_size: int,
+        *,
+        attention: Callable[[KVCache], AttentionBackend] = TorchAttention,
+    ) -> None:
+        self.model = model
+        self.kv_cache = KVCache(model.config, num_blocks, block_size, dtype=model.dtype, device=model.device)
+        self.attention = attention(self.kv_cache)
+        # No sequence can be longer than the cache, however long a context the model was trained for.
+        self.max_positions = min(model.config.max_position_embeddings, num_blocks * block_size)
+        model.reserve_positions(self.max_positions)
+
+    @torch.inference_mode()
+    def execute(self, step: Step) -> StepOutput:
+        """Compute `step`: K and V of all its tokens go into the cache, one token comes out per row that needs logits.
+
+        Raises `ValueError` for a step that does not fit this model and cache, before anything is computed, and
+        `LogitsError` (with the places of the sequences in the batch) when nothing can be chosen.
+        """
+        self._check(step)
+        device = self.model.device
+        self.attention.plan(step)
+        token_ids, positions = torch.tensor(step.token_ids, device=device), torch.tensor(step.positions, device=device)
+        hidden = self.model(token_ids, positions, self.attention)
+        wanted = np.flatnonzero(step.needs_logits)
+        if not len(wanted):
+            return StepOutput(token_ids=[])
+        last = torch.tensor(step.query_start[wanted + 1].astype(np.int64) - 1, device=device)
+        logits = self.model.logits(hidden[last])
+        try:
+            tokens, logprobs = sample(logits, step.sampling)
+        except LogitsError as error:
+            raise LogitsError(wanted[error.rows].tolist()) from error
+        return StepOutput(token_ids=tokens, logprobs=logprobs)
+
+    def _check(self, step: Step) -> None:
+        """On a GPU an index out of range ends the process; here it costs a few microseconds to say which."""
+        cache = self.kv_cache
+        for name, array, limit in (
+            ("token_ids", step.token_ids, self.model.config.vocab_size),
+            ("positions", step.positions, self.max_positions),
+            ("slot_mapping", step.slot_mapping, cache.num_blocks * cache.block_size),
+            ("context_lens", step.context_lens, self.max_positions + 1),
+        ):
+            if len(array) == 0 or array.min() < 0 or array.max() >= limit:
+                given = f"{array.min()} to {array.max()}" if len(array) else "none"
+                raise ValueError(f"step has {name} from {given}; this model and cache allow 0 to {limit - 1}")

@@ -1,0 +1,150 @@
+"""From logits to tokens: greedy or drawn, with the filters and in the order of vLLM, by array operations only.
+
+    raw logits -> log-probabilities for the rows that ask
+               -> banned tokens -> temperature -> min_p -> top_k -> top_p -> draw
+
+Each filter is a threshold on a row's weights, so tokens of equal weight stay or go together and nothing depends on the
+order of a sort. What is left is drawn in vocabulary order by the inverse of its cumulative sum, from one uniform number
+that is a hash of (seed, index of the output token): a draw is the same in any batch, at any row, after any preemption.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagetable.engine.step import SamplingBatch, TokenLogprobs
+
+_NUCLEUS = 1024  # tokens in which top_p looks first; only a row whose nucleus is larger pays for a full sort
+
+
+class LogitsError(FloatingPointError):
+    """Logits from which nothing can be chosen: NaN, infinite, or every token banned. `rows` says where."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__(
+            f"no token can be chosen for rows {rows}: their logits are NaN, infinite or all banned. "
+            "The weights may be damaged, or the model may overflow in this type: try float32"
+        )
+        self.rows = rows
+
+
+def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+    """One token for each row of `logits`, and the log-probabilities that were asked for (None when nobody asked).
+
+    `logits` is (R, V) float32 and is overwritten where tokens are banned. Raises `LogitsError` before drawing anything.
+    """
+    asking = np.flatnonzero(batch.num_logprobs >= 0)
+    logprobs = torch.log_softmax(logits[_on(logits, asking)], dim=-1) if len(asking) else None
+    if len(batch.banned_rows):
+        rows, tokens = batch.banned_rows.astype(np.int64), batch.banned_token_ids.astype(np.int64)
+        logits[_on(logits, rows), _on(logits, tokens)] = -torch.inf
+    best, chosen = logits.max(dim=-1)  # max lets NaN through, and is -inf only when all are
+    bad = torch.nonzero(~torch.isfinite(best)).flatten().tolist()
+    if bad:
+        raise LogitsError(bad)
+    drawing = np.flatnonzero(batch.temperature > 0)
+    if len(drawing):
+        rows_at = _on(logits, drawing)
+        chosen[rows_at] = _draw(logits[rows_at] - best[rows_at, None], batch, drawing)
+    if logprobs is None:
+        return chosen.tolist(), None
+    reports: list[TokenLogprobs | None] = [None] * len(batch)
+    counts = batch.num_logprobs[asking]
+    for row, report in zip(asking, _report(logprobs, chosen[_on(logits, asking)], counts), strict=True):
+        reports[row] = report
+    return chosen.tolist(), reports
+
+
+def uniform(seeds: NDArray[np.uint64], output_index: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A number in [0, 1) for each (seed, index), 53 bits of a counter-based hash.
+
+    SplitMix64 (Steele, Lea and Flood 2014, OOPSLA), its stream entered at the hash of the seed: neighbouring seeds
+    would otherwise walk the same stream a few steps apart.
+    """
+    gamma = np.uint64(0x9E3779B97F4A7C15)
+    start = _mix64(np.asarray(seeds, dtype=np.uint64) + gamma)
+    count = np.asarray(output_index).astype(np.uint64) + np.uint64(1)
+    bits: NDArray[np.uint64] = _mix64(start + count * gamma) >> np.uint64(11)
+    return bits.astype(np.float64) * 2.0**-53
+
+
+def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def _on(like: Tensor, array: NDArray[Any]) -> Tensor:
+    return torch.tensor(array, device=like.device)
+
+
+def _draw(shifted: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
+    """Draw a token for each of `rows`; `shifted` (r, V) are their logits minus the largest."""
+    vocabulary = shifted.shape[1]
+    # 1e39 is infinite in float32, and -inf / inf would be NaN. The largest weight is 1, so nothing overflows.
+    temperature = _on(shifted, batch.temperature[rows].clip(max=np.finfo(np.float32).max))
+    weights = (shifted / temperature[:, None]).double().exp_()
+    min_p, top_k, top_p = batch.min_p[rows], batch.top_k[rows], batch.top_p[rows]
+    if (min_p > 0).any():  # relative to the likeliest token, whose weight is 1
+        _drop_below(weights, slice(None), _on(shifted, min_p.clip(max=1.0)).double())
+    some = np.flatnonzero((top_k > 0) & (top_k < vocabulary))
+    if len(some):
+        _drop_below(weights, _on(shifted, some), _top_k_cut(weights[_on(shifted, some)], top_k[some]))
+    some = np.flatnonzero(top_p < 1)
+    if len(some):
+        _drop_below(weights, _on(shifted, some), _top_p_cut(weights[_on(shifted, some)], top_p[some]))
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    point = _on(shifted, uniform(batch.seeds[rows], batch.output_index[rows]))[:, None] * total
+    # Below the total even after rounding, so that the search ends on a token that has weight.
+    point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, point, right=True).squeeze(1)
+
+
+def _drop_below(weights: Tensor, rows: Tensor | slice, cut: Tensor) -> None:
+    """Set to zero, in place, what weighs less than its row's cut."""
+    part = weights[rows]
+    weights[rows] = part.masked_fill(part < cut[:, None], 0.0)
+
+
+def _top_k_cut(weights: Tensor, top_k: NDArray[np.int32]) -> Tensor:
+    """The k-th largest weight of each row."""
+    largest = weights.topk(int(top_k.max()), dim=-1).values
+    return largest.gather(1, _on(weights, top_k.astype(np.int64))[:, None] - 1).squeeze(1)
+
+
+def _top_p_cut(weights: Tensor, top_p: NDArray[np.float32]) -> Tensor:
+    """The least weight in each row's nucleus, the fewest tokens that sum to top_p (arXiv:1904.09751)."""
+    # The last of a cumulative sum and not sum(): the latter adds a lone row in another order than one of many.
+    goal = _on(weights, top_p).double() * weights.cumsum(dim=-1)[:, -1]
+    cut, reached = _nucleus_end(weights.topk(min(_NUCLEUS, weights.shape[1]), dim=-1).values, goal)
+    wide = torch.nonzero(~reached).flatten()
+    if len(wide):
+        cut[wide], _ = _nucleus_end(weights[wide].sort(dim=-1, descending=True).values, goal[wide])
+    return cut
+
+
+def _nucleus_end(descending: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
+    """The weight at which the running sum of each row reaches `goal`, and whether it does so within `descending`."""
+    cumulative = descending.cumsum(dim=-1)
+    inside = (cumulative < goal[:, None]).sum(dim=-1, keepdim=True)  # the next one completes the nucleus
+    end = inside.clamp(max=descending.shape[1] - 1)
+    return descending.gather(1, end).squeeze(1), (inside < descending.shape[1]).squeeze(1)
+
+
+def _report(logprobs: Tensor, chosen: Tensor, counts: NDArray[np.int32]) -> list[TokenLogprobs]:
+    """`TokenLogprobs` of the rows that ask: logprobs (a, V), the drawn tokens (a,), alternatives wanted (a,)."""
+    drawn = logprobs.gather(1, chosen[:, None])
+    ranks = ((logprobs > drawn).sum(dim=-1) + 1).tolist()
+    top = logprobs.topk(min(int(counts.max()), logprobs.shape[1]), dim=-1)
+    token_ids = torch.cat((chosen[:, None], top.indices), dim=1).tolist()
+    values = torch.cat((drawn, top.values), dim=1).tolist()
+    return [
+        TokenLogprobs(tuple(tokens[: count + 1]), tuple(numbers[: count + 1]), rank)
+        for tokens, numbers, count, rank in zip(token_ids, values, counts.tolist(), ranks, strict=True)
+    ]

@@ -1,0 +1,62 @@
+"""The default model's greedy tokens are those of transformers in float32, however they are paged, chunked or preempted.
+
+One forward pass of transformers over prompt and answer gives its choice after every prefix of the answer. If each is
+our token, then by induction its own greedy decoding gives our answer.
+"""
+
+import pytest
+import torch
+
+from pagetable import LLM, SamplingParams
+from pagetable.text import resolve_model
+
+
+@pytest.fixture(scope="module")
+def params() -> list[SamplingParams]:
+    return [SamplingParams(temperature=0, max_tokens=16 + 2 * i, ignore_eos=True) for i in range(32)]
+
+
+@pytest.fixture(scope="module")
+def answers(llm: LLM, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params)]
+
+
+@pytest.mark.filterwarnings("ignore")  # of transformers' own
+def test_equal_to_transformers(prompts: list[list[int]], answers: list[list[int]]):
+    from transformers import AutoModelForCausalLM
+
+    path = resolve_model("smollm2")
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + answer[:-1]]), logits_to_keep=len(answer)).logits[0]
+        assert logits.argmax(-1).tolist() == answer
+
+
+@pytest.mark.parametrize(
+    ("how", "count", "preempts"),
+    [
+        ({"block_size": 4}, 8, False),
+        ({"max_num_batched_tokens": 64}, 8, False),
+        ({"block_size": 256}, 4, False),
+        ({"enable_prefix_caching": False}, 8, False),
+        ({"kv_cache_memory": 46_080 * 800, "max_num_batched_tokens": 128}, 12, True),
+    ],
+    ids=["blocks of 4", "chunks of 64", "blocks of 256", "no cache", "a pool that preempts"],
+)
+@pytest.mark.filterwarnings("ignore:the KV cache holds")
+def test_equal_to_itself(how: dict, count: int, preempts: bool, prompts, answers, params):
+    with LLM("smollm2", **({"kv_cache_memory": "512MiB"} | how)) as other:
+        outputs = other.generate(prompts[:count], params[:count])
+        other.block_manager.check()
+        assert [output.outputs[0].token_ids for output in outputs] == answers[:count]
+        assert (other.stats().preemptions > 0) == preempts
+        assert other.stats().blocks_in_use == 0
+
+
+def test_a_cached_prompt_gives_the_same_answer_as_a_cold_one(whole: LLM, prompts, answers, params):
+    whole.reset_prefix_cache()
+    for _ in range(2):
+        outputs = whole.generate(prompts[:6], params[:6])
+        assert [output.outputs[0].token_ids for output in outputs] == answers[:6]
+    assert all(output.num_cached_tokens >= len(output.prompt_token_ids) - 17 for output in outputs)
