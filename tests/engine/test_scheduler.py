@@ -427,6 +427,26 @@ def test_the_engine_outlives_a_runner_that_fails_once():
     assert all(seq.finish_reason == "length" and seq.output_token_ids == [7] * 5 for seq in seqs)
 
 
+def test_a_fault_that_is_known_to_lie_at_one_row_is_held_against_that_one_only():
+    class Poisoned(FailingRunner):
+        def execute(self, step: Step) -> StepOutput:
+            if poison in step.seqs:
+                error = FloatingPointError("NaN")
+                error.rows = [step.seqs.index(poison)]
+                raise error
+            return super().execute(step)
+
+    scheduler = make()
+    poison, *others = seqs = [request([i] * 6) for i in range(4)]
+    engine = Engine(scheduler, Poisoned(lambda step: False))
+    add(scheduler, *seqs)
+    while scheduler.has_unfinished:
+        engine.step()
+    assert poison.finish_reason == "error"
+    assert [seq.finish_reason for seq in others] == ["length"] * 3
+    assert len(scheduler.block_manager.free_block_ids) == 64
+
+
 def test_the_engine_outlives_a_runner_that_always_fails():
     scheduler = make()
     engine = Engine(scheduler, FailingRunner(lambda step: True))

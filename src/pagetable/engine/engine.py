@@ -13,7 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 class Runner(Protocol):
-    """Computes a step. May raise: then none of the step is used."""
+    """Computes a step. May raise: then none of the step is used.
+
+    An exception with an attribute `rows` says which places of the batch are at fault.
+    """
 
     def execute(self, step: Step) -> StepOutput:
         """One token for each sequence whose `needs_logits` is true, in batch order."""
@@ -42,7 +45,7 @@ class Engine:
         except Exception as error:
             logger.exception("a step of %d sequences failed", len(step.seqs))
             self.last_error = error
-            return None, self.scheduler.rollback(step)
+            return None, self.scheduler.rollback(step, getattr(error, "rows", None))
         except BaseException:
             self.scheduler.rollback(step)
             raise

@@ -7,7 +7,7 @@ took. Nothing here knows a model: any function from `Step` to tokens will do as 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -200,18 +200,19 @@ class Scheduler:
                 finished.append(seq)
         return finished
 
-    def rollback(self, step: Step) -> list[Sequence]:
+    def rollback(self, step: Step, rows: Collection[int] | None = None) -> list[Sequence]:
         """Undo a step whose computation failed. Returns the sequences that ended by it.
 
         The blocks that it took are given back, K/V of earlier steps stays, evictions are not undone. Each sequence is
-        tried once more; the second time it ends with `error`.
+        tried once more; the second time it ends with `error`. If it is known at which `rows` of the batch the fault
+        lies, it is held against those only.
         """
         flight = self._in_flight(step)
         self._flight = None
         finished: list[Sequence] = []
-        for seq in flight.seqs:
+        for row, seq in enumerate(flight.seqs):
             seq.num_scheduled_tokens = 0
-            seq.num_failures += 1
+            seq.num_failures += rows is None or row in rows
             reason = flight.finishing.get(seq.seq_id)
             if reason is None and seq.num_failures >= MAX_FAILURES:
                 reason = FinishReason.ERROR

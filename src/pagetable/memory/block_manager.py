@@ -91,6 +91,8 @@ class BlockManager:
             raise ValueError(f"num_blocks={num_blocks}: at least 1 block is needed")
         if block_size < 1 or block_size & (block_size - 1):
             raise ValueError(f"block_size={block_size}: it must be a power of two, from 1 up")
+        if not isinstance(namespace, bytes):
+            raise TypeError(f"namespace={namespace!r}: it must be bytes")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.namespace = namespace
