@@ -26,13 +26,13 @@ def build_step(seqs: SequenceABC[Sequence], block_size: int, eos_token_ids: froz
     rows = np.repeat(np.arange(len(seqs)), num_scheduled)
     positions = np.arange(query_start[-1], dtype=np.int32) + (num_cached - query_start[:-1])[rows]
     slot_mapping = block_tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size
-    token_ids = [seq.token_ids[start:stop] for seq, start, stop in zip(seqs, num_cached, context_lens, strict=True)]
+    spans = zip(seqs, num_cached.tolist(), context_lens.tolist(), strict=True)
     return Step(
         seqs=tuple(seqs),
         num_scheduled_tokens=num_scheduled,
         needs_logits=needs_logits,
         context_lens=context_lens,
-        token_ids=np.concatenate([np.asarray(tokens) for tokens in token_ids]),
+        token_ids=np.concatenate([seq.token_ids.view(start, stop) for seq, start, stop in spans]),
         positions=positions,
         slot_mapping=slot_mapping,
         block_tables=block_tables,
@@ -55,7 +55,7 @@ def _sampling(seqs: list[Sequence], eos_token_ids: frozenset[int]) -> SamplingBa
         (row, token_id)
         for row, seq in enumerate(seqs)
         if seq.num_output_tokens < seq.sampling_params.min_tokens
-        for token_id in end_token_ids(seq, eos_token_ids)
+        for token_id in _end_token_ids(seq, eos_token_ids)
     ]
     pairs = np.array(banned, np.int32).reshape(-1, 2)
     return SamplingBatch(
@@ -71,7 +71,7 @@ def _sampling(seqs: list[Sequence], eos_token_ids: frozenset[int]) -> SamplingBa
     )
 
 
-def end_token_ids(seq: Sequence, eos_token_ids: frozenset[int]) -> frozenset[int]:
+def _end_token_ids(seq: Sequence, eos_token_ids: frozenset[int]) -> frozenset[int]:
     """The tokens that end this sequence: the model's, unless it ignores them, and its own stop tokens."""
     own = seq.sampling_params.stop_token_ids or ()
     return frozenset(own) if seq.sampling_params.ignore_eos else eos_token_ids.union(own)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from itertools import count
 
-from pagetable.engine.batch import build_step, end_token_ids
+from pagetable.engine.batch import build_step
 from pagetable.engine.errors import RequestError
 from pagetable.engine.sequence import MAX_TOKEN_ID, FinishReason, Sequence
 from pagetable.engine.step import Step, StepOutput, TokenLogprobs
@@ -124,7 +124,7 @@ class Scheduler:
         flight = _StepInFlight(budget=self.max_num_batched_tokens)
         self._schedule_decodes(flight)
         self._schedule_prefills(flight)
-        if not flight.preempted:  # what was just pushed out must not be let in again at once
+        if self.waiting and not flight.preempted:  # what was just pushed out must not be let in again at once
             self._admit(flight)
         if not flight.seqs:
             return None
@@ -161,13 +161,14 @@ class Scheduler:
         preempt what was just admitted; when nothing runs there is nobody to keep it for.
         """
         manager = self.block_manager
-        for seq in list(self.waiting):
-            if flight.budget == 0 or len(self.running) >= self.max_num_seqs:
-                break
+        place = 0  # in the queue: behind those that were passed over
+        while place < len(self.waiting) and flight.budget > 0 and len(self.running) < self.max_num_seqs:
+            seq = self.waiting[place]
             num_cached_blocks = manager.can_allocate(seq, headroom=len(self.running))
             if num_cached_blocks < 0:
                 break
             if manager.is_in_flight(seq, num_cached_blocks):
+                place += 1
                 continue
             manager.allocate(seq, num_cached_blocks)
             if seq.num_prefix_tokens is None:
@@ -254,11 +255,14 @@ class Scheduler:
         seq.append(token_id)
         if params.logprobs is not None:
             seq.logprobs.append(logprobs)
-        if seq.num_output_tokens >= params.min_tokens and token_id in end_token_ids(seq, self.eos_token_ids):
+        num_output_tokens = seq.num_output_tokens
+        if num_output_tokens >= params.min_tokens:
             if token_id in (params.stop_token_ids or ()):
                 seq.stop_reason = token_id
-            return FinishReason.STOP
-        if seq.num_output_tokens == params.max_tokens or seq.num_tokens >= self.max_model_len:
+                return FinishReason.STOP
+            if token_id in self.eos_token_ids and not params.ignore_eos:
+                return FinishReason.STOP
+        if num_output_tokens == params.max_tokens or seq.num_tokens >= self.max_model_len:
             return FinishReason.LENGTH
         if seq.num_blocks > len(self.block_manager.blocks):  # its next step would need more than there is
             return FinishReason.CACHE_FULL

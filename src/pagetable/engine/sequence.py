@@ -17,6 +17,7 @@ from pagetable.engine.sampling_params import SamplingParams
 from pagetable.engine.step import TokenLogprobs
 
 MAX_TOKEN_ID = 2**31 - 1
+_DEFAULT_PARAMS = SamplingParams()
 
 
 class FinishReason(StrEnum):
@@ -35,37 +36,41 @@ class TokenIds(SequenceABC[int]):
     Reads like a list; a slice is a view. Grows by `append`. NumPy takes it without a copy.
     """
 
-    __slots__ = ("_buffer", "_length")
+    __slots__ = ("_buffer", "length")
 
     def __init__(self, token_ids: Any) -> None:
         self._buffer: NDArray[np.int32] = np.asarray(token_ids, dtype=np.int32)
-        self._length = len(self._buffer)
+        self.length = len(self._buffer)  # tokens in use; the buffer may be longer
 
     def append(self, token_id: int) -> None:
         """Add one token; amortised O(1)."""
-        if self._length == len(self._buffer):
-            grown = np.empty(max(16, 2 * self._length), np.int32)
-            grown[: self._length] = self._buffer
+        if self.length == len(self._buffer):
+            grown = np.empty(max(16, 2 * self.length), np.int32)
+            grown[: self.length] = self._buffer
             self._buffer = grown
-        self._buffer[self._length] = token_id
-        self._length += 1
+        self._buffer[self.length] = token_id
+        self.length += 1
+
+    def view(self, start: int, stop: int) -> NDArray[np.int32]:
+        """The tokens from `start` to `stop` as an array that shares the buffer's memory; not to be written."""
+        return self._buffer[start:stop]
 
     def __len__(self) -> int:
-        return self._length
+        return self.length
 
     @overload
     def __getitem__(self, index: int) -> int: ...
     @overload
     def __getitem__(self, index: slice) -> TokenIds: ...
     def __getitem__(self, index: int | slice) -> int | TokenIds:
-        item = self._buffer[: self._length][index]
+        item = self._buffer[: self.length][index]
         return TokenIds(item) if isinstance(index, slice) else int(item)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.tolist())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        return np.array(self._buffer[: self._length], dtype=dtype, copy=copy)
+        return np.array(self._buffer[: self.length], dtype=dtype, copy=copy)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, SequenceABC | np.ndarray) and not isinstance(other, str | bytes):
@@ -79,7 +84,7 @@ class TokenIds(SequenceABC[int]):
 
     def tolist(self) -> list[int]:
         """The tokens as a Python list."""
-        tokens: list[int] = self._buffer[: self._length].tolist()
+        tokens: list[int] = self._buffer[: self.length].tolist()
         return tokens
 
 
@@ -124,7 +129,7 @@ class Sequence:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt={cache_salt!r}: it must be a text that is not empty, or None")
         self.seq_id = next(Sequence._next_seq_id)
-        self.sampling_params = sampling_params or SamplingParams()
+        self.sampling_params = sampling_params or _DEFAULT_PARAMS
         self.block_size = block_size
         self.cache_salt = cache_salt
         self.priority = priority  # lower goes first, under the `priority` policy
@@ -150,12 +155,12 @@ class Sequence:
     @property
     def num_tokens(self) -> int:
         """Tokens so far, prompt and output."""
-        return len(self.token_ids)
+        return self.token_ids.length
 
     @property
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
-        return len(self.token_ids) - self.num_prompt_tokens
+        return self.token_ids.length - self.num_prompt_tokens
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -170,7 +175,7 @@ class Sequence:
     @property
     def num_blocks(self) -> int:
         """Blocks that the tokens so far fill or begin."""
-        return -(-len(self.token_ids) // self.block_size)
+        return -(-self.token_ids.length // self.block_size)
 
     def block(self, i: int) -> TokenIds:
         """The tokens of logical block i; fewer than `block_size` in the last."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
 import xxhash
@@ -19,6 +19,7 @@ from pagetable.memory.events import EventSink, MissReason
 from pagetable.memory.free_queue import FreeQueue
 from pagetable.memory.invariants import check_invariants
 from pagetable.memory.prefix import PrefixChain, encode_root
+from pagetable.memory.statistics import CacheStats, Counters
 
 logger = logging.getLogger(__name__)
 
@@ -46,28 +47,6 @@ class SequenceLike(Protocol):
     def num_blocks(self) -> int:
         """Blocks that they fill or begin."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """Numbers that are always there. Blocks as of now, all else since the manager was made."""
-
-    num_blocks: int
-    block_size: int  # tokens a block
-    blocks_in_use: int
-    blocks_cached_idle: int  # nobody uses them, but they can be hit
-    blocks_empty: int
-    query_tokens: int  # tokens of admitted requests, each request once
-    hit_tokens: int  # of those, found in the cache
-    evictions: int
-    preemptions: int
-    recomputed_tokens: int  # computed once, lost by preemption, computed again
-    wasted_slots: int  # slots of blocks in use that no token fills
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the query tokens that were found in the cache, 0 to 1."""
-        return self.hit_tokens / self.query_tokens if self.query_tokens else 0.0
 
 
 class BlockManager:
@@ -105,7 +84,7 @@ class BlockManager:
         self._in_flight: dict[bytes, tuple[SequenceLike, int]] = {}  # blocks being computed: hash to leader and index
         self._removals = 0  # from the registry: what a look-up found stays found while this stands
         self._generation = 0  # how often the cache was reset
-        self._query_tokens = self._hit_tokens = self._evictions = self._preemptions = self._recomputed_tokens = 0
+        self._counters = Counters()
 
     @staticmethod
     def compute_hash(token_bytes: bytes, prefix: bytes) -> bytes:
@@ -180,23 +159,23 @@ class BlockManager:
 
     def can_append(self, seq: SequenceLike) -> bool:
         """Whether the newest token of `seq` has a slot or can be given one."""
-        return not self._needs_block(seq) or len(self.free_block_ids) > 0
+        return not self._needs_block(seq, seq.num_tokens) or len(self.free_block_ids) > 0
 
     def may_append(self, seq: SequenceLike) -> None:
         """Before a decode step: add a block if the newest token has no slot. OutOfBlocksError when none is free."""
-        if self._needs_block(seq):
+        num_tokens = seq.num_tokens
+        if self._needs_block(seq, num_tokens):
             block_id = self._take()
             seq.block_table.append(block_id)
             if self._sink is not None:
                 self._tell(events.Allocated(_seq_id(seq), (block_id,)))
-        if seq.num_tokens % self.block_size == 0:  # this step fills a block whose content is known by now
-            self._announce(seq, seq.num_tokens // self.block_size - 1)
+        if num_tokens % self.block_size == 0:  # this step fills a block whose content is known by now
+            self._announce(seq, num_tokens // self.block_size - 1)
 
-    def _needs_block(self, seq: SequenceLike) -> bool:
+    def _needs_block(self, seq: SequenceLike, num_tokens: int) -> bool:
         # The newest token is already in the sequence while its K/V is not yet in a block. So a block is needed exactly
         # when the tokens before it, len(seq) - 1, fill whole blocks. (The lesson writes len(seq) % block_size == 1,
         # which is the same for sizes above 1.) The second half: a table filled at admission may hold the slot already.
-        num_tokens = seq.num_tokens
         return (num_tokens - 1) % self.block_size == 0 and len(seq.block_table) * self.block_size < num_tokens
 
     def hash_blocks(self, seq: SequenceLike) -> None:
@@ -265,7 +244,7 @@ class BlockManager:
 
     def preempt(self, seq: SequenceLike) -> None:
         """Deallocate a running sequence for the sake of others, and count what it will have to compute again."""
-        self._preemptions += 1
+        self._counters.preemptions += 1
         self._chain(seq).computed_before_preemption = seq.num_cached_tokens
         if self._sink is not None:
             self._tell(events.Preempted(_seq_id(seq), seq.num_cached_tokens))
@@ -305,12 +284,8 @@ class BlockManager:
             blocks_in_use=len(self.blocks) - num_cached - num_empty,
             blocks_cached_idle=num_cached,
             blocks_empty=num_empty,
-            query_tokens=self._query_tokens,
-            hit_tokens=self._hit_tokens,
-            evictions=self._evictions,
-            preemptions=self._preemptions,
-            recomputed_tokens=self._recomputed_tokens,
-            wasted_slots=sum(len(s.block_table) * self.block_size - s.num_tokens for s in self._live.values()),
+            wasted_slots=sum(max(0, len(s.block_table) * self.block_size - s.num_tokens) for s in self._live.values()),
+            **asdict(self._counters),
         )
 
     def check(self) -> None:
@@ -372,7 +347,7 @@ class BlockManager:
         block.unregister()
         block.ref_count = 1
         self._removals += 1
-        self._evictions += 1
+        self._counters.evictions += 1
         return block_id
 
     def _release(self, seq: SequenceLike, block_ids: list[int]) -> None:
@@ -413,9 +388,9 @@ class BlockManager:
         """Statistics of one admission: a request counts once, what preemption cost apart."""
         if not chain.counted:
             chain.counted = True
-            self._query_tokens += seq.num_tokens
-            self._hit_tokens += seq.num_cached_tokens
-        self._recomputed_tokens += max(0, chain.computed_before_preemption - seq.num_cached_tokens)
+            self._counters.query_tokens += seq.num_tokens
+            self._counters.hit_tokens += seq.num_cached_tokens
+        self._counters.recomputed_tokens += max(0, chain.computed_before_preemption - seq.num_cached_tokens)
         chain.computed_before_preemption = 0
 
     def _tell_admission(self, seq: SequenceLike, num_cached_blocks: int, fresh: list[int]) -> None:
