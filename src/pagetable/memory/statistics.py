@@ -16,20 +16,15 @@ class Counters:
     recomputed_tokens: int = 0  # computed once, lost by preemption, computed again
 
 
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """A snapshot: blocks and slots as of now, and the counters."""
+@dataclass(slots=True, kw_only=True)
+class CacheStats(Counters):
+    """A snapshot: the counters, and blocks and slots as of now."""
 
     num_blocks: int
     block_size: int  # tokens a block
     blocks_in_use: int
     blocks_cached_idle: int  # nobody uses them, but they can be hit
     blocks_empty: int
-    query_tokens: int  # tokens of admitted requests, each request once
-    hit_tokens: int  # of those, found in the cache
-    evictions: int
-    preemptions: int
-    recomputed_tokens: int  # computed once, lost by preemption, computed again
     wasted_slots: int  # slots of blocks in use that no token fills
 
     @property
