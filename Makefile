@@ -33,11 +33,11 @@ $(READY): pyproject.toml Makefile
 demo: $(READY)  ## a real model answers prompts that share a system prompt; its page table, drawn
 	@$(BIN)/pagetable demo
 
-test: $(READY)  ## all tests, a few minutes
-	@$(BIN)/python -m pytest
+test: $(READY)  ## all tests, a few minutes; PYTEST='-k scheduler' picks some
+	@$(BIN)/python -m pytest $(PYTEST)
 
 cover: $(READY)  ## all tests, with the lines that none of them reached
-	@$(BIN)/python -m pytest --cov --cov-report=term
+	@$(MAKE) --no-print-directory test PYTEST=--cov
 
 lint: $(READY)  ## ruff: faults and format
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

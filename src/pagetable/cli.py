@@ -179,7 +179,10 @@ def _load(model: str, options: dict[str, Any]) -> LLM:
     with _Errors():
         from pagetable.llm import LLM
 
-        return LLM(model, **_engine_arguments(options))
+        llm = LLM(model, **_engine_arguments(options))
+    if sys.stderr.isatty():
+        click.secho(repr(llm), dim=True, err=True)
+    return llm
 
 
 def _user(text: str) -> list[dict[str, str]]:

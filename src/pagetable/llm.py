@@ -23,7 +23,7 @@ from tqdm import tqdm
 from pagetable.checkpoint import ModelError, open_checkpoint
 from pagetable.engine import Engine, RequestError, SamplingParams, Scheduler, Sequence
 from pagetable.memory import BlockManager, CacheStats, EventSink
-from pagetable.model import ModelRunner, available_memory, load_model, num_blocks_for, parse_memory
+from pagetable.model import ModelRunner, available_memory, format_bytes, load_model, num_blocks_for, parse_memory
 from pagetable.outputs import RequestOutput
 from pagetable.prompts import Messages, Prompt, as_list, is_conversation, one_each, tokens_of
 from pagetable.request import Request
@@ -130,6 +130,15 @@ class LLM:
         self._lock = threading.RLock()
         self._request_ids = count()
         self._answering: dict[int, Request] = {}  # unfinished sequences by seq_id
+        logger.info("%r", self)
+
+    def __repr__(self) -> str:
+        num_blocks, block_size = len(self._block_manager.blocks), self._block_manager.block_size
+        size = self.config.kv_bytes_per_token(self.dtype) * num_blocks * block_size
+        return (
+            f"LLM({self.model_name}, {str(self.dtype).removeprefix('torch.')} on {self.device}, KV cache "
+            f"{format_bytes(size)} = {num_blocks:,} blocks of {block_size} = {num_blocks * block_size:,} tokens)"
+        )
 
     def _model_len(self, asked: int | None, cache_tokens: int) -> int:
         longest = self.config.max_position_embeddings
@@ -243,7 +252,8 @@ class LLM:
         priority: SequenceABC[int] | None,
     ) -> list[Request]:
         """Check and queue all prompts, or none."""
-        params = one_each(sampling_params or SamplingParams(), len(prompts), "sampling_params", SamplingParams)
+        given_params = SamplingParams() if sampling_params is None else sampling_params
+        params = one_each(given_params, len(prompts), "sampling_params", SamplingParams)
         priorities = one_each(0 if priority is None else priority, len(prompts), "priority", int)
         with self._lock:
             scheduler = self._running_engine().scheduler
@@ -312,16 +322,25 @@ class LLM:
             step, finished = engine.step()
             for seq in {seq.seq_id: seq for seq in (*(step.seqs if step else ()), *finished)}.values():
                 request = self._answering.get(seq.seq_id)
-                if request is None:
-                    continue
-                answer = request.answers[request.sequences.index(seq)]
-                if answer.read():
-                    engine.scheduler.finish(seq.seq_id, "stop")
-                if seq.finish_reason == "error" and engine.last_error is not None:
-                    answer.error = f"{type(engine.last_error).__name__}: {engine.last_error}"
+                if request is not None:
+                    self._read(engine, request, seq)
                 if seq.is_finished:
-                    del self._answering[seq.seq_id]
-                request.note_times()
+                    self._answering.pop(seq.seq_id, None)
+
+    def _read(self, engine: Engine, request: Request, seq: Sequence) -> None:
+        """Turn a sequence's new tokens into text, which may end it."""
+        answer = request.answers[request.sequences.index(seq)]
+        error = engine.last_error if seq.finish_reason == "error" else None
+        try:
+            if answer.read():
+                engine.scheduler.finish(seq.seq_id, "stop")
+        except Exception as failure:  # one answer's text must not take the others along
+            logger.exception("the text of request %s failed", request.request_id)
+            engine.scheduler.finish(seq.seq_id, "error")
+            error = failure
+        if error is not None:
+            answer.error = f"{type(error).__name__}: {error}"
+        request.note_times()
 
     def _abort(self, requests: set[Request]) -> None:
         """End what is unfinished of these requests."""
