@@ -21,7 +21,7 @@ ARROWS = {
     "request": {"engine", "outputs", "text"},
     "llm": {"engine", "memory", "model", "text", "checkpoint", "outputs", "prompts", "request"},
     "info": {"checkpoint", "model", "text"},
-    "demo": {"engine", "llm", "outputs"},
+    "demo": {"engine", "llm", "memory", "outputs"},
     "cli": {"", "engine", "llm", "outputs", "demo", "info"},
 }
 WITHOUT_TORCH = ("memory", "engine", "checkpoint", "text")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,7 +18,7 @@ from pagetable.engine import RequestError, SamplingParams
 
 if TYPE_CHECKING:
     from pagetable.llm import LLM
-    from pagetable.outputs import RequestOutput
+    from pagetable.outputs import CompletionOutput, RequestOutput
 
 Command = Callable[..., Any]
 
@@ -44,9 +45,11 @@ engine_options = _options(
     click.option("--max-num-seqs", type=int, default=128, show_default=True, help="Sequences that run at once."),
     click.option("--max-num-batched-tokens", type=int, help="Tokens a step.  [default: 512 on a CPU, 8192 on a GPU]"),
     click.option("--max-model-len", type=int, help="Longest prompt plus answer.  [default: the model's]"),
-    click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True),
     click.option("--scheduling-policy", default="fcfs", show_default=True, help="fcfs or priority."),
     click.option("--threads", type=int, help="Threads to compute with.  [default: all]"),
+)
+caching_option = click.option(
+    "--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True, help="Share equal prefixes."
 )
 sampling_options = _options(
     click.option("--max-tokens", type=int, default=256, show_default=True, help="Longest answer."),
@@ -79,19 +82,23 @@ def cli() -> None:
 @verbose_option
 @sampling_options
 @engine_options
-def generate(prompts: tuple[str, ...], model: str, as_chat: bool, n: int, as_json: bool, **options: Any) -> None:
+@caching_option
+def generate(
+    prompts: tuple[str, ...], model: str, as_chat: bool, n: int, as_json: bool, verbose: bool, **options: Any
+) -> None:
     """Continue PROMPTS; without any, each line of the standard input is one."""
     texts = list(prompts) or [line.rstrip("\n") for line in sys.stdin]
-    params = _sampling_params(options, n=n)
-    verbose = options.pop("verbose")
-    with _load(model, options) as llm:
+    params, engine_arguments = _split(options)
+    with _load(model, engine_arguments) as llm:
+        params = replace(params, n=n)
         outputs = llm.chat([_user(text) for text in texts], params) if as_chat else llm.generate(texts, params)
         for text, output in zip(texts, outputs, strict=True):
             if as_json:
                 click.echo(json.dumps({"prompt": text, **_as_dict(output)}))
             else:
                 _print_answers(text, output)
-        _print_stats(llm, verbose)
+        if verbose:
+            _print_stats(llm)
 
 
 @cli.command()
@@ -101,15 +108,15 @@ def generate(prompts: tuple[str, ...], model: str, as_chat: bool, n: int, as_jso
 @verbose_option
 @sampling_options
 @engine_options
-def chat(model: str, system: str | None, as_json: bool, **options: Any) -> None:
+@caching_option
+def chat(model: str, system: str | None, as_json: bool, verbose: bool, **options: Any) -> None:
     """Talk with the model. Each turn shows how much of the conversation was found in the cache.
 
     Ctrl-C ends an answer, Ctrl-D or /exit the conversation.
     """
-    params = _sampling_params(options)
-    verbose = options.pop("verbose")
+    params, engine_arguments = _split(options)
     messages = [{"role": "system", "content": system}] if system else []
-    with _load(model, options) as llm:
+    with _load(model, engine_arguments) as llm:
         while (text := _ask()) is not None:
             if not text.strip():
                 continue
@@ -121,7 +128,8 @@ def chat(model: str, system: str | None, as_json: bool, **options: Any) -> None:
                 messages.pop()
                 continue
             messages.append({"role": "assistant", "content": answer})
-        _print_stats(llm, verbose)
+        if verbose:
+            _print_stats(llm)
 
 
 @cli.command()
@@ -133,9 +141,7 @@ def demo(model: str, max_tokens: int, as_json: bool, **options: Any) -> None:
     """Answer a handful of prompts that share a system prompt, and show the page table at work."""
     from pagetable.demo import compare, describe
 
-    options.pop("enable_prefix_caching")
-    with _Errors():
-        report = compare(model, max_tokens, _engine_arguments(options))
+    report = compare(model, max_tokens, _given(options))
     click.echo(json.dumps(asdict(report)) if as_json else describe(report))
 
 
@@ -148,38 +154,27 @@ def info(model: str, memory: str, block_size: int, as_json: bool) -> None:
     """What MODEL is, what a token of its KV cache costs, and how many fit."""
     from pagetable.info import describe_model, model_info
 
-    with _Errors():
-        facts = model_info(model, memory, block_size)
+    facts = model_info(model, memory, block_size)
     click.echo(json.dumps(facts) if as_json else describe_model(facts))
 
 
 # -------------------------------------------------------------------- what the commands share
 
 
-class _Errors:
-    """What a user did wrong ends in one line, not in a traceback."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: object) -> None:
-        if isinstance(error, ValueError | TypeError | ModuleNotFoundError):
-            raise click.ClickException(str(error)) from error
+def _split(options: dict[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
+    """Sampling parameters, and the arguments of LLM that were given."""
+    params = SamplingParams(**{name: options[name] for name in _SAMPLING})
+    return params, _given({name: value for name, value in options.items() if name not in _SAMPLING})
 
 
-def _sampling_params(options: dict[str, Any], **more: Any) -> SamplingParams:
-    with _Errors():
-        return SamplingParams(**{name: options.pop(name) for name in _SAMPLING}, **more)
-
-
-def _engine_arguments(options: dict[str, Any]) -> dict[str, Any]:
+def _given(options: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def _load(model: str, options: dict[str, Any]) -> LLM:
-    with _Errors():
-        from pagetable.llm import LLM
+def _load(model: str, engine_arguments: dict[str, Any]) -> LLM:
+    from pagetable.llm import LLM
 
-        llm = LLM(model, **_engine_arguments(options))
+    llm = LLM(model, **engine_arguments)
     if sys.stderr.isatty():
         click.secho(repr(llm), dim=True, err=True)
     return llm
@@ -203,8 +198,12 @@ def _print_answers(prompt: str, output: RequestOutput) -> None:
     for answer in output.outputs:
         click.secho(prompt, nl=False, dim=True)
         click.echo(answer.text if answer.text[:1].isspace() else f"\n{answer.text}")
-        if answer.error:
-            click.secho(f"[failed: {answer.error}]", fg="red", err=True)
+        _print_error(answer)
+
+
+def _print_error(answer: CompletionOutput) -> None:
+    if answer.error:
+        click.secho(f"[failed: {answer.error}]", fg="red", err=True)
 
 
 def _ask() -> str | None:
@@ -236,31 +235,29 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, as
         cached, prompt = output.num_cached_tokens or 0, len(output.prompt_token_ids)
         rate = len(answer.token_ids) / seconds
         click.secho(f"\n[{cached} of {prompt} prompt tokens cached, {rate:.0f} tokens/s]\n", dim=True)
+        _print_error(answer)
     return answer.text
 
 
-def _print_stats(llm: LLM, wanted: bool) -> None:
-    if wanted:
-        stats = llm.stats()
-        for name, value in asdict(stats).items():
-            click.echo(f"{name:>20}  {value}", err=True)
-        click.echo(f"{'hit_rate':>20}  {stats.hit_rate:.3f}", err=True)
+def _print_stats(llm: LLM) -> None:
+    stats = llm.stats()
+    for name, value in [*asdict(stats).items(), ("hit_rate", f"{stats.hit_rate:.3f}")]:
+        click.echo(f"{name:>20}  {value}", err=True)
 
 
 def main() -> None:
-    """Entry point of the `pagetable` command."""
+    """Entry point of the `pagetable` command. A user's mistake ends in one line, not in a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
     try:
-        with _Errors():
-            cli(standalone_mode=False)
-    except click.exceptions.Abort:
-        sys.exit(130)
-    except KeyboardInterrupt:
-        sys.exit(130)
+        cli(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    main()
+    except (ValueError, ModuleNotFoundError) as error:
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    except (click.exceptions.Abort, KeyboardInterrupt):
+        sys.exit(130)
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)

@@ -6,8 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from pagetable.engine import SamplingParams
+from pagetable.engine import Runner, SamplingParams, Step, StepOutput
 from pagetable.llm import LLM
+from pagetable.memory import BlockManager
 from pagetable.outputs import RequestOutput
 
 SYSTEM_PROMPT = (
@@ -33,7 +34,7 @@ class Run:
     """One batch through one engine."""
 
     answers: list[str]
-    block_tables: list[list[int]]  # of each prompt, at its longest
+    block_tables: list[list[int]]  # of each prompt, at its last step
     shared_blocks: list[int]  # named by several tables at once
     num_cached_tokens: list[int]  # of each prompt
     prompt_tokens: int
@@ -66,32 +67,40 @@ def compare(model: str, max_tokens: int, engine_arguments: dict[str, Any]) -> Re
     return Report(name, block_size, cache_tokens, list(QUESTIONS), *runs)
 
 
+class _Watch:
+    """A runner that notes the block tables of each step before it is computed."""
+
+    def __init__(self, runner: Runner, block_manager: BlockManager) -> None:
+        self.tables: dict[int, list[int]] = {}  # by seq_id, so in the order of the prompts
+        self.shared: set[int] = set()  # blocks that several tables named at once
+        self._runner = runner
+        self._blocks = block_manager.blocks
+
+    def execute(self, step: Step) -> StepOutput:
+        for seq in step.seqs:
+            self.tables[seq.seq_id] = list(seq.block_table)
+            self.shared.update(block_id for block_id in seq.block_table if self._blocks[block_id].ref_count > 1)
+        return self._runner.execute(step)
+
+
 def _run(llm: LLM, max_tokens: int) -> Run:
     conversations = [
         [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}] for question in QUESTIONS
     ]
     prompts = [llm.tokenizer.encode_chat(conversation) for conversation in conversations]
     before, began = llm.stats(), time.perf_counter()
-    tables: dict[int, list[int]] = {}  # by seq_id, so in the order of the prompts
-    shared: set[int] = set()
-    outputs = {}
-    for output in llm.stream(prompts, SamplingParams(temperature=0, max_tokens=max_tokens)):
-        outputs[int(output.request_id)] = output
-        for seq in llm.block_manager.live_sequences():
-            tables[seq.seq_id] = list(seq.block_table)  # type: ignore[attr-defined]
-            shared.update(block_id for block_id in seq.block_table if llm.block_manager.blocks[block_id].ref_count > 1)
+    llm.engine.runner = watch = _Watch(llm.engine.runner, llm.block_manager)
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
     seconds, after = time.perf_counter() - began, llm.stats()
-    in_order = [outputs[request_id] for request_id in sorted(outputs)]
-    block_tables = [tables[seq_id] for seq_id in sorted(tables)]
     query_tokens = after.query_tokens - before.query_tokens
     return Run(
-        answers=[_text(output) for output in in_order],
-        block_tables=block_tables,
-        shared_blocks=sorted(shared),
-        num_cached_tokens=[output.num_cached_tokens or 0 for output in in_order],
+        answers=[_text(output) for output in outputs],
+        block_tables=[table for _, table in sorted(watch.tables.items())],
+        shared_blocks=sorted(watch.shared),
+        num_cached_tokens=[output.num_cached_tokens or 0 for output in outputs],
         prompt_tokens=query_tokens,
         computed_tokens=query_tokens - (after.hit_tokens - before.hit_tokens),
-        seconds_to_first_tokens=max(output.metrics.time_to_first_token or 0.0 for output in in_order),
+        seconds_to_first_tokens=max(output.metrics.time_to_first_token or 0.0 for output in outputs),
         seconds=seconds,
     )
 
@@ -111,7 +120,7 @@ def describe(report: Report) -> str:
     ]
     for question, answer in zip(report.questions, on.answers, strict=True):
         lines += [f"  Q  {question}", f"  A  {answer}", ""]
-    lines += ["Block tables (a block in [brackets] is shared: computed once, named by several tables)", ""]
+    lines += ["Block tables (a block in [brackets] is shared: computed once, named by several tables at once)", ""]
     for i, table in enumerate(on.block_tables):
         lines.append(f"  prompt {i + 1}  {_marked(table, set(on.shared_blocks))}")
     lines += [
@@ -119,7 +128,7 @@ def describe(report: Report) -> str:
         f"{'':22}{'prefix caching on':>20}{'off':>12}",
         f"{'prompt tokens asked':<22}{on.prompt_tokens:>20,}{off.prompt_tokens:>12,}",
         f"{'prompt tokens computed':<22}{on.computed_tokens:>20,}{off.computed_tokens:>12,}",
-        f"{'blocks used':<22}{_distinct(on):>20,}{_distinct(off):>12,}",
+        f"{'different blocks used':<22}{_distinct(on):>20,}{_distinct(off):>12,}",
         f"{'s to all first tokens':<22}{on.seconds_to_first_tokens:>20.2f}{off.seconds_to_first_tokens:>12.2f}",
         f"{'s in all':<22}{on.seconds:>20.2f}{off.seconds:>12.2f}",
         "",

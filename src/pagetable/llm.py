@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,20 +21,21 @@ import torch
 from tqdm import tqdm
 
 from pagetable.checkpoint import ModelError, open_checkpoint
-from pagetable.engine import Engine, RequestError, SamplingParams, Scheduler, Sequence
+from pagetable.engine import Engine, FinishReason, RequestError, SamplingParams, Scheduler, Sequence
 from pagetable.memory import BlockManager, CacheStats, EventSink
 from pagetable.model import ModelRunner, available_memory, format_bytes, load_model, num_blocks_for, parse_memory
 from pagetable.outputs import RequestOutput
 from pagetable.prompts import Messages, Prompt, as_list, is_conversation, one_each, tokens_of
-from pagetable.request import Request
+from pagetable.request import Answer, Request
 from pagetable.text import Tokenizer, load_tokenizer, resolve_model
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 MAX_DEFAULT_CPU_CACHE = 4 << 30  # bytes; a desktop has other uses for its memory
 
-# Options of vLLM's `LLM` that scripts pass and that mean nothing here, with the values at which that is true.
-_HARMLESS_OPTIONS: dict[str, Any] = {
+# Options of vLLM's `LLM` that scripts pass, each with a test of the values at which it means nothing here.
+_HARMLESS_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "tensor_parallel_size": lambda value: value == 1,
     "pipeline_parallel_size": lambda value: value == 1,
     "data_parallel_size": lambda value: value == 1,
@@ -60,10 +61,10 @@ class LLM:
     """A model and its paged KV cache, ready to answer.
 
     `model` is a local folder (Hugging Face layout), a `.gguf` file, a hub id or the alias `smollm2`.
-    `kv_cache_memory` is bytes, a text like "2GiB", or a share of free memory (0.5); by default 90 % of a GPU's free
-    memory (`gpu_memory_utilization`), or half of the machine's, at most 4 GiB. `max_num_batched_tokens` bounds a step:
-    512 on a CPU, where more rows make the products no faster, 8192 on a GPU. `threads` sets torch's threads for the
-    whole process. `events` is called with each event of the page table.
+    `kv_cache_memory` is bytes, a text like "2GiB", or a share of free memory (0.5); by default half of the machine's,
+    at most 4 GiB, or on a GPU `gpu_memory_utilization` (a share of what is free; in vLLM of all there is).
+    `max_num_batched_tokens` bounds a step: 512 on a CPU, where more rows make the products no faster, 8192 on a GPU.
+    `threads` sets torch's threads for the whole process. `events` is called with each event of the page table.
 
     Raises `ModelError` for a model that cannot be used and `ValueError` or `TypeError` for arguments. Several threads
     may share one LLM: their requests are computed in the same steps.
@@ -106,7 +107,7 @@ class LLM:
         memory = _cache_bytes(kv_cache_memory, self.device, gpu_memory_utilization)
         num_blocks = num_blocks_for(self.config, memory, block_size, self.dtype)
         self.max_model_len = self._model_len(max_model_len, num_blocks * block_size)
-        self._block_manager = BlockManager(
+        self.block_manager = BlockManager(  # the page table, to look at
             num_blocks,
             block_size,
             enable_prefix_caching=enable_prefix_caching,
@@ -115,9 +116,9 @@ class LLM:
             events=events,
         )
         if max_num_batched_tokens is None:
-            max_num_batched_tokens = 512 if self.device.type == "cpu" else 8192
+            max_num_batched_tokens = DEFAULT_STEP_TOKENS[self.device.type]
         scheduler = Scheduler(
-            self._block_manager,
+            self.block_manager,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_model_len=self.max_model_len,
@@ -129,11 +130,11 @@ class LLM:
         self._random = random.Random(seed)
         self._lock = threading.RLock()
         self._request_ids = count()
-        self._answering: dict[int, Request] = {}  # unfinished sequences by seq_id
+        self._answering: dict[int, tuple[Request, Answer]] = {}  # unfinished, by seq_id
         logger.info("%r", self)
 
     def __repr__(self) -> str:
-        num_blocks, block_size = len(self._block_manager.blocks), self._block_manager.block_size
+        num_blocks, block_size = len(self.block_manager.blocks), self.block_manager.block_size
         size = self.config.kv_bytes_per_token(self.dtype) * num_blocks * block_size
         return (
             f"LLM({self.model_name}, {str(self.dtype).removeprefix('torch.')} on {self.device}, KV cache "
@@ -184,10 +185,10 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages with `role` and `content`) or a list of them."""
-        conversations = [messages] if is_conversation(messages) else list(messages)
+        conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
         prompts = [
             self.tokenizer.encode_chat(
-                conversation,  # type: ignore[arg-type]
+                conversation,
                 add_generation_prompt=add_generation_prompt,
                 tools=tools,
                 chat_template=chat_template or self._chat_template,
@@ -207,34 +208,38 @@ class LLM:
         Each output holds all the text so far, and in `new_text` what is new. Closing the iterator ends the requests.
         """
         if is_conversation(prompts):
-            prompts = self.tokenizer.encode_chat(prompts, chat_template=self._chat_template)  # type: ignore[arg-type]
-        return self._stream(self._submit(as_list(prompts), sampling_params, None))
+            prompts = self.tokenizer.encode_chat(prompts, chat_template=self._chat_template)
+        stream = self._stream(self._submit(as_list(prompts), sampling_params, None))
+        next(stream)  # into its `try`: from now on, closing or dropping it ends the requests
+        return stream
 
     def stats(self) -> CacheStats:
         """Counters and gauges of the page table."""
         with self._lock:
-            return self._block_manager.stats()
+            return self.block_manager.stats()
 
     def reset_prefix_cache(self) -> None:
         """Forget every cached prefix. Running requests finish undisturbed."""
         with self._lock:
-            self._block_manager.reset_prefix_cache()
+            self.block_manager.reset_prefix_cache()
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer."""
         return self.tokenizer
 
     @property
-    def block_manager(self) -> BlockManager:
-        """The page table, to look at."""
-        return self._block_manager
+    def engine(self) -> Engine:
+        """The scheduler and the runner. RuntimeError after `close`."""
+        if self._engine is None:
+            raise RuntimeError("this LLM is closed; make a new one")
+        return self._engine
 
     def close(self) -> None:
         """End all requests and let go of the weights and the cache. Calling it again does nothing."""
         with self._lock:
             if self._engine is None:
                 return
-            self._abort(set(self._answering.values()))
+            self._abort([request for request, _ in self._answering.values()])
             self._engine = None
 
     def __enter__(self) -> Self:
@@ -256,7 +261,7 @@ class LLM:
         params = one_each(given_params, len(prompts), "sampling_params", SamplingParams)
         priorities = one_each(0 if priority is None else priority, len(prompts), "priority", int)
         with self._lock:
-            scheduler = self._running_engine().scheduler
+            scheduler = self.engine.scheduler
             requests = [self._request(*given) for given in zip(prompts, params, priorities, strict=True)]
             added: list[Sequence] = []
             try:
@@ -267,7 +272,7 @@ class LLM:
                 for seq in added:
                     scheduler.abort(seq.seq_id)
                 raise
-            self._answering |= {seq.seq_id: request for request in requests for seq in request.sequences}
+            self._answering |= {a.seq.seq_id: (request, a) for request in requests for a in request.answers}
         return requests
 
     def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
@@ -277,13 +282,13 @@ class LLM:
             Sequence(
                 token_ids,
                 replace(params, seed=(base + i) % 2**64),
-                block_size=self._block_manager.block_size,
+                block_size=self.block_manager.block_size,
                 cache_salt=cache_salt,
                 priority=priority,
             )
             for i in range(params.n)
         ]
-        largest = max(sequences[0].token_ids, default=0)
+        largest = int(sequences[0].token_ids.view(0, len(sequences[0])).max(initial=0))
         if largest >= self.config.vocab_size:
             raise RequestError(f"token id {largest} is not in the vocabulary: 0 to {self.config.vocab_size - 1} are")
         return Request(str(next(self._request_ids)), text, sequences, self.tokenizer)
@@ -291,68 +296,67 @@ class LLM:
     # ---------------------------------------------------------------- out
 
     def _finish_all(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        outputs: dict[str, RequestOutput] = {}
         with _progress_bar(len(requests), use_tqdm) as bar:
-            for output in self._stream(requests, only_finished=True):
+            stream = self._stream(requests, only_finished=True)
+            next(stream)
+            for output in stream:
+                outputs[output.request_id] = output
                 bar.update(1)
-                bar.set_postfix_str(f"{output.num_cached_tokens or 0} tokens cached", refresh=False)
-        return [request.output() for request in requests]
+        return [outputs[request.request_id] for request in requests]
 
     def _stream(self, requests: list[Request], only_finished: bool = False) -> Iterator[RequestOutput]:
+        """The outputs of these requests as they come. What the first `next` returns is nothing yet."""
         told = dict.fromkeys(requests, 0)  # output tokens that the caller knows of
+        pending = list(requests)
         try:
-            pending = list(requests)
+            yield None  # type: ignore[misc]
             while pending:
-                news = [r for r in pending if r.is_finished or (r.num_output_tokens > told[r] and not only_finished)]
-                if not news:  # a step for another caller may have brought some
-                    with self._lock:
+                with self._lock:
+                    news = [
+                        r for r in pending if r.is_finished or (r.num_output_tokens > told[r] and not only_finished)
+                    ]
+                    if not news:  # a step for another caller may have brought some
                         self._step()
-                for request in news:
-                    told[request] = request.num_output_tokens
-                    if request.is_finished:
-                        pending.remove(request)
-                    yield request.output()
+                    outputs = [request.next_output() for request in news]
+                    told |= {request: request.num_output_tokens for request in news}
+                pending = [request for request in pending if not (request in news and request.is_finished)]
+                yield from outputs
         finally:  # an error, Ctrl-C, or nobody wants the rest
             with self._lock:
-                self._abort(set(requests))
+                self._abort(requests)
 
     def _step(self) -> None:
         """One step of the engine, and its tokens turned into text."""
-        engine = self._running_engine()
+        engine = self.engine
         with _deferred_interrupt():
             step, finished = engine.step()
             for seq in {seq.seq_id: seq for seq in (*(step.seqs if step else ()), *finished)}.values():
-                request = self._answering.get(seq.seq_id)
-                if request is not None:
-                    self._read(engine, request, seq)
+                if seq.seq_id in self._answering:
+                    self._read(engine, *self._answering[seq.seq_id])
                 if seq.is_finished:
                     self._answering.pop(seq.seq_id, None)
 
-    def _read(self, engine: Engine, request: Request, seq: Sequence) -> None:
+    def _read(self, engine: Engine, request: Request, answer: Answer) -> None:
         """Turn a sequence's new tokens into text, which may end it."""
-        answer = request.answers[request.sequences.index(seq)]
-        error = engine.last_error if seq.finish_reason == "error" else None
+        error = engine.last_error if answer.seq.finish_reason is FinishReason.ERROR else None
         try:
             if answer.read():
-                engine.scheduler.finish(seq.seq_id, "stop")
+                engine.scheduler.finish(answer.seq.seq_id, FinishReason.STOP)
         except Exception as failure:  # one answer's text must not take the others along
             logger.exception("the text of request %s failed", request.request_id)
-            engine.scheduler.finish(seq.seq_id, "error")
+            engine.scheduler.finish(answer.seq.seq_id, FinishReason.ERROR)
             error = failure
         if error is not None:
             answer.error = f"{type(error).__name__}: {error}"
         request.note_times()
 
-    def _abort(self, requests: set[Request]) -> None:
+    def _abort(self, requests: list[Request]) -> None:
         """End what is unfinished of these requests."""
         for seq in [seq for request in requests for seq in request.sequences if not seq.is_finished]:
             if self._engine is not None:
                 self._engine.scheduler.abort(seq.seq_id)
             self._answering.pop(seq.seq_id, None)
-
-    def _running_engine(self) -> Engine:
-        if self._engine is None:
-            raise RuntimeError("this LLM is closed; make a new one")
-        return self._engine
 
 
 def _refuse_options(options: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ class Logprob:
     """Natural log of a token's probability, before temperature and filters."""
 
     logprob: float
-    rank: int | None = None  # place in the vocabulary by probability, from 1; None for an alternative below the top
+    rank: int  # place in the vocabulary by probability, from 1
     decoded_token: str | None = None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceABC
-from typing import Any
+from typing import Any, TypeGuard
 
 from pagetable.engine import RequestError
 from pagetable.text import Tokenizer
@@ -15,7 +16,7 @@ Messages = SequenceABC[Mapping[str, Any]]
 _KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 
 
-def is_conversation(value: Any) -> bool:
+def is_conversation(value: Any) -> TypeGuard[Messages]:
     """Whether this is one list of messages."""
     return (
         isinstance(value, SequenceABC)
@@ -30,7 +31,7 @@ def as_list(prompts: Any) -> list[Any]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     prompts = list(prompts)
-    is_token_ids = bool(prompts) and all(hasattr(item, "__index__") for item in prompts)
+    is_token_ids = bool(prompts) and all(isinstance(item, numbers.Integral) for item in prompts)
     return [prompts] if is_token_ids else prompts
 
 
@@ -55,7 +56,7 @@ def tokens_of(prompt: Prompt, tokenizer: Tokenizer) -> tuple[str | None, Any, st
         return prompt, _encode(prompt, tokenizer), None
     if not isinstance(prompt, Mapping):
         return None, prompt, None
-    if set(prompt) - set(_KEYS) or ("prompt" in prompt) + ("prompt_token_ids" in prompt) == 0:
+    if set(prompt) - set(_KEYS) or not ("prompt" in prompt or "prompt_token_ids" in prompt):
         raise RequestError(
             "a prompt given as a dict has 'prompt' or 'prompt_token_ids', and may have 'cache_salt': "
             f"not {sorted(map(str, prompt))}"

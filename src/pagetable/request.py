@@ -16,7 +16,8 @@ class Request:
     def __init__(self, request_id: str, prompt: str | None, sequences: list[Sequence], tokenizer: Tokenizer) -> None:
         self.request_id = request_id
         self.prompt = prompt
-        self.answers = [_Answer(index, seq, tokenizer) for index, seq in enumerate(sequences)]
+        self.prompt_token_ids = sequences[0].prompt_token_ids
+        self.answers = [Answer(index, seq, tokenizer) for index, seq in enumerate(sequences)]
         self.metrics = RequestMetrics(time.monotonic())
 
     @property
@@ -34,16 +35,15 @@ class Request:
         """Whether every answer has ended."""
         return all(answer.seq.is_finished for answer in self.answers)
 
-    def output(self) -> RequestOutput:
-        """What there is so far; `new_text` is what has come since the last call."""
-        first = self.answers[0].seq
+    def next_output(self) -> RequestOutput:
+        """What there is so far. `new_text` is what has come since the last call, so each call uses it up."""
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
-            prompt_token_ids=first.prompt_token_ids,
-            outputs=[answer.output() for answer in self.answers],
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=[answer.next_output() for answer in self.answers],
             finished=self.is_finished,
-            num_cached_tokens=first.num_prefix_tokens,
+            num_cached_tokens=self.answers[0].seq.num_prefix_tokens,
             metrics=replace(self.metrics),
         )
 
@@ -56,31 +56,34 @@ class Request:
             self.metrics.finished_time = now
 
 
-class _Answer:
+class Answer:
     """One sequence and its text."""
 
     def __init__(self, index: int, seq: Sequence, tokenizer: Tokenizer) -> None:
         params = seq.sampling_params
         self.index = index
         self.seq = seq
-        self.error: str | None = None
+        self.error: str | None = None  # what went wrong, for the caller
         self._tokenizer = tokenizer
         self._detokenizer = Detokenizer(
             tokenizer,
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop or (),
-            prompt_token_ids=seq.prompt_token_ids,
+            prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
             min_tokens=params.min_tokens,
         )
+        self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self._num_read = 0  # output tokens that were turned into text
-        self._num_told = 0  # characters that `output` has reported
+        self._num_told = 0  # characters that `next_output` has reported
         self._closed = False
 
     def read(self) -> bool:
-        """Turn new tokens into text. True when a stop text ended the answer: the sequence has to be finished then."""
+        """Turn new tokens into text. True when a stop string ended the answer: the sequence has to be finished then."""
         seq = self.seq
         new = seq.token_ids[seq.num_prompt_tokens + self._num_read :].tolist()
         self._num_read += len(new)
+        if self._logprobs is not None:
+            self._logprobs += [self._readable(entry) for entry in seq.logprobs[len(self._logprobs) :] if entry]
         if seq.finish_reason is FinishReason.STOP and new:
             new.pop()  # the end token is no part of the text, even when special tokens are
         for token_id in new:
@@ -88,24 +91,26 @@ class _Answer:
         if seq.is_finished and not self._closed:
             self._closed = True
             self._detokenizer.finish()
-        if self._detokenizer.stopped is not None and seq.stop_reason is None:
-            seq.stop_reason = self._detokenizer.stopped
-            if seq.finish_reason in (FinishReason.LENGTH, FinishReason.CACHE_FULL):
-                seq.finish_reason = FinishReason.STOP  # its last token completed the stop text
-            return not seq.is_finished
-        return False
+        if self._detokenizer.stopped is None or seq.stop_reason is not None:
+            return False
+        seq.stop_reason = self._detokenizer.stopped
+        if seq.finish_reason in (FinishReason.LENGTH, FinishReason.CACHE_FULL):
+            seq.finish_reason = FinishReason.STOP  # its last token completed the stop string
+        return not seq.is_finished
 
-    def output(self) -> CompletionOutput:
+    def next_output(self) -> CompletionOutput:
+        """What there is so far. `new_text` is what has come since the last call, so each call uses it up."""
         text = self._detokenizer.text
         new_text, self._num_told = text[self._num_told :], len(text)
-        wants_logprobs = self.seq.sampling_params.logprobs is not None
-        drawn = [entry for entry in self.seq.logprobs if entry is not None]
+        token_ids, logprobs = self.seq.output_token_ids, self._logprobs
         return CompletionOutput(
             index=self.index,
             text=text,
-            token_ids=self.seq.output_token_ids,
-            cumulative_logprob=sum(entry.logprobs[0] for entry in drawn) if wants_logprobs else None,
-            logprobs=[self._readable(entry) for entry in drawn] if wants_logprobs else None,
+            token_ids=token_ids,
+            cumulative_logprob=(
+                None if logprobs is None else sum(e[t].logprob for e, t in zip(logprobs, token_ids, strict=False))
+            ),
+            logprobs=None if logprobs is None else list(logprobs),
             finish_reason=self.seq.finish_reason and str(self.seq.finish_reason),
             stop_reason=self.seq.stop_reason,
             new_text=new_text,
@@ -114,10 +119,10 @@ class _Answer:
 
     def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:
         """The drawn token first, then the alternatives, the likeliest first (rank 1, 2, ...)."""
-        readable = {
+        drawn, *others = zip(
+            entry.token_ids, entry.logprobs, (entry.rank, *range(1, len(entry.token_ids))), strict=True
+        )
+        return {
             token_id: Logprob(logprob, rank, self._tokenizer.token_text(token_id))
-            for rank, (token_id, logprob) in enumerate(zip(entry.token_ids[1:], entry.logprobs[1:], strict=True), 1)
+            for token_id, logprob, rank in (drawn, *(other for other in others if other[0] != drawn[0]))
         }
-        drawn = entry.token_ids[0]
-        first = {drawn: Logprob(entry.logprobs[0], entry.rank, self._tokenizer.token_text(drawn))}
-        return first | {token_id: value for token_id, value in readable.items() if token_id != drawn}

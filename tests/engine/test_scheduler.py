@@ -269,12 +269,15 @@ def test_the_head_of_the_order_is_never_preempted():
 def test_no_one_is_let_in_by_a_step_that_preempted():
     scheduler = make(num_blocks=5, block_size=4)
     add(scheduler, request(4, max_tokens=30), request([9] * 4, max_tokens=30), request([8] * 4, max_tokens=30))
+    preempting_steps = 0
     while scheduler.has_unfinished:
         preempted_before = scheduler.block_manager.stats().preemptions
         running_before = {seq.seq_id for seq in scheduler.running}
         step, _ = run_step(scheduler)
         if scheduler.block_manager.stats().preemptions > preempted_before:
+            preempting_steps += 1
             assert {seq.seq_id for seq in step.seqs} <= running_before
+    assert preempting_steps
 
 
 def test_a_sequence_that_outgrows_the_pool_alone_ends_with_cache_full():

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from pagetable.model import Llama, ModelError, load_config, load_model, open_checkpoint
 from pagetable.model.weights import open_weights
-from tests.model.tiny_models import TYPES, gguf_tensors, permute, save_hf, tiny_llama, write_gguf
+from tests.model.tiny_models import TYPES, gguf_tensors, save_hf, tiny_llama, write_gguf
 
 SUPPORTED = [TYPES.F32, TYPES.F16, TYPES.BF16, TYPES.Q8_0, TYPES.Q4_0, TYPES.Q4_1]
 
@@ -26,15 +26,12 @@ def loaded(path: Path) -> dict[str, torch.Tensor]:
 def test_each_gguf_type_gives_the_numbers_of_ggufs_own_code(kind: TYPES, tmp_path: Path) -> None:
     model = tiny_llama()
     ours = loaded(write_gguf(model, tmp_path / "m.gguf", kind))
-    heads = {"q_proj": model.config.num_attention_heads, "k_proj": model.config.num_key_value_heads}
     for name, weight in model.state_dict().items():
         expected = weight.numpy()
         if expected.ndim == 2:
             # Quantisation is by row, so it commutes with the reordering of rows.
             expected = gguf.quants.dequantize(gguf.quants.quantize(expected, kind), kind)
         np.testing.assert_array_equal(ours[name].numpy(), expected, err_msg=name)
-    assert permute(np.arange(8.0).reshape(8, 1), 2).ravel().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
-    assert set(heads) == {"q_proj", "k_proj"}
 
 
 def test_more_rows_than_are_dequantised_at_once(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import time
 from pathlib import Path
 from pydoc_data.topics import topics
 from types import SimpleNamespace
@@ -76,12 +75,6 @@ def test_text_survives_the_round_trip(smollm2):
 def test_spaces_before_a_number_are_not_part_of_it(smollm2):
     # transformers' own conversion from GGUF leaves the cut before digits out, and gets this one wrong.
     assert [smollm2.token_text(i) for i in smollm2.encode("a  12")] == ["a", "  ", "1", "2"]
-
-
-def test_default_model_loads_in_well_under_a_second(smollm2_checkpoint):
-    begin = time.perf_counter()
-    load_tokenizer(smollm2_checkpoint)
-    assert time.perf_counter() - begin < 1.0  # measured: 0.1 s
 
 
 def test_default_model_declares_its_tokens(smollm2):

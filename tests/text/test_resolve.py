@@ -5,7 +5,6 @@ import importlib.util
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -139,14 +138,12 @@ def test_no_network_fails_quickly(monkeypatch):
         resolve_model("org/name")
 
 
-def test_offline_mode_fails_quickly_and_is_named(monkeypatch, tmp_path):
+def test_offline_mode_is_named(monkeypatch, tmp_path):
     # The real client, told not to use the network.
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    begin = time.perf_counter()
     with pytest.raises(ModelError, match="HF_HUB_OFFLINE"):
         resolve_model("org/name")
-    assert time.perf_counter() - begin < 5
 
 
 def test_a_repository_without_safetensors_is_refused_before_downloading(monkeypatch):

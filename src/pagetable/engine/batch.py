@@ -15,14 +15,19 @@ from pagetable.engine.step import SamplingBatch, Step
 
 
 def build_step(seqs: SequenceABC[Sequence], block_size: int, eos_token_ids: frozenset[int]) -> Step:
-    """The step that computes `num_scheduled_tokens` of each sequence, in the given order."""
+    """The step that computes `num_scheduled_tokens`, at least 1, of each sequence, in the given order.
+
+    Every sequence must have the blocks for its context; shapes are those of `Step`.
+    """
     num_scheduled = np.array([seq.num_scheduled_tokens for seq in seqs], np.int32)
     num_cached = np.array([seq.num_cached_tokens for seq in seqs], np.int32)
     context_lens = num_cached + num_scheduled
+    # A sequence draws a token when the last of its tokens is computed; a middle chunk of prefill does not reach it.
     needs_logits = context_lens == np.array([seq.num_tokens for seq in seqs], np.int32)
     query_start = np.concatenate(([0], np.cumsum(num_scheduled))).astype(np.int32)
     block_tables = _padded([seq.block_table for seq in seqs])
 
+    # rows[t] is the sequence of token t; the rest is arithmetic over all tokens at once.
     rows = np.repeat(np.arange(len(seqs)), num_scheduled)
     positions = np.arange(query_start[-1], dtype=np.int32) + (num_cached - query_start[:-1])[rows]
     slot_mapping = block_tables[rows, positions // block_size].astype(np.int64) * block_size + positions % block_size

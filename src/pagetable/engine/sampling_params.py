@@ -30,11 +30,12 @@ class SamplingParams:
     max_tokens: int | None = 16  # output tokens; None: up to the model's length
     min_tokens: int = 0  # no end token before this many
     stop: str | SequenceABC[str] | None = None  # texts that end the answer; not part of it
-    stop_token_ids: SequenceABC[int] | None = None  # tokens that end the answer; the last of its tokens
+    stop_token_ids: SequenceABC[int] | None = None  # tokens that end the answer and are its last token
     ignore_eos: bool = False  # go on past the model's end tokens
     logprobs: int | None = None  # alternatives to report at each token; 0 only the drawn one
     skip_special_tokens: bool = True  # in the text
 
+    # From here on: accepted when off, refused otherwise (_refuse_unsupported).
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0

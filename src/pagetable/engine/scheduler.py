@@ -81,7 +81,8 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.eos_token_ids = frozenset(eos_token_ids)
         self._order = SCHEDULING_POLICIES[scheduling_policy]
-        self.waiting: list[Sequence] = []  # both in policy order
+        # Both in policy order.
+        self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._seqs: dict[int, Sequence] = {}  # unfinished, by seq_id
         self._arrivals = count()
@@ -134,24 +135,29 @@ class Scheduler:
 
     def _schedule_decodes(self, flight: _StepInFlight) -> None:
         for seq in list(self.running):  # in policy order, so a victim, taken from the end, is never scheduled already
-            if seq.num_tokens - seq.num_cached_tokens > 1 or flight.budget == 0:
+            if not seq.block_table or seq.num_uncomputed_tokens > 1:  # preempted just now, or in prefill
                 continue
-            while seq.block_table and not self.block_manager.can_append(seq):
-                self._preempt(self.running[-1])
+            if flight.budget == 0:
+                break
+            while not self.block_manager.can_append(seq):
+                victim = self.running[-1]
+                self._preempt(victim)
                 flight.preempted = True
-            if not seq.block_table:  # it was itself the last in order
-                continue
-            blocks_before = len(seq.block_table)
-            self.block_manager.may_append(seq)
-            if len(seq.block_table) > blocks_before:
-                flight.blocks_before[seq.seq_id] = blocks_before
-            flight.take(seq, 1)
+                if victim is seq:  # nobody behind it is left
+                    break
+            else:
+                blocks_before = len(seq.block_table)
+                self.block_manager.may_append(seq)
+                if len(seq.block_table) > blocks_before:
+                    flight.blocks_before[seq.seq_id] = blocks_before
+                flight.take(seq, 1)
 
     def _schedule_prefills(self, flight: _StepInFlight) -> None:
         for seq in self.running:
-            remaining = seq.num_tokens - seq.num_cached_tokens
-            if remaining > 1 and flight.budget > 0:
-                flight.take(seq, min(remaining, flight.budget))
+            if flight.budget == 0:
+                break
+            if seq.num_uncomputed_tokens > 1:
+                flight.take(seq, min(seq.num_uncomputed_tokens, flight.budget))
 
     def _admit(self, flight: _StepInFlight) -> None:
         """Start waiting sequences in order, until one finds no memory.
@@ -175,7 +181,7 @@ class Scheduler:
                 seq.num_prefix_tokens = seq.num_cached_tokens
             self._move(seq, self.waiting, self.running)
             flight.admitted.append(seq)
-            flight.take(seq, min(seq.num_tokens - seq.num_cached_tokens, flight.budget))
+            flight.take(seq, min(seq.num_uncomputed_tokens, flight.budget))
 
     def commit(self, step: Step, output: StepOutput | list[int]) -> list[Sequence]:
         """Publish a computed step: register blocks, append tokens, free what finished. Returns what finished.
@@ -192,7 +198,7 @@ class Scheduler:
             self.block_manager.hash_blocks(seq)
             seq.num_cached_tokens += seq.num_scheduled_tokens
             seq.num_scheduled_tokens = 0
-            token = next(drawn) if needs_logits else None
+            token = next(drawn) if needs_logits else None  # drawn, and dropped, for one that is being ended
             reason = flight.finishing.get(seq.seq_id)
             if reason is None and token is not None:
                 reason = self._append(seq, *token)
@@ -233,7 +239,8 @@ class Scheduler:
     def finish(self, seq_id: int, reason: str) -> bool:
         """End a sequence early for `reason`. False when it is unknown or has finished.
 
-        Between schedule and commit this takes effect at commit, because the step in flight names its blocks.
+        Between schedule and commit this takes effect at commit, because the step in flight names its blocks. ValueError
+        for a reason that is none of FinishReason.
         """
         seq = self._seqs.get(seq_id)
         if seq is None:
@@ -302,7 +309,9 @@ def _checked_output(output: StepOutput | list[int], num_needed: int) -> tuple[li
     token_ids = [int(token_id) for token_id in output.token_ids]
     logprobs: list[TokenLogprobs | None] = [None] * len(token_ids) if output.logprobs is None else output.logprobs
     if len(token_ids) != num_needed or len(logprobs) != num_needed:
-        raise ValueError(f"the output has {len(token_ids)} tokens, {num_needed} sequences of the step need one")
+        raise ValueError(
+            f"the output has {len(token_ids)} tokens and {len(logprobs)} log-probabilities, {num_needed} are needed"
+        )
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
         raise ValueError(
             f"the output has token ids from {min(token_ids)} to {max(token_ids)}: they are int32 from 0 up"

@@ -40,7 +40,7 @@ class TokenIds(SequenceABC[int]):
 
     def __init__(self, token_ids: Any) -> None:
         self._buffer: NDArray[np.int32] = np.asarray(token_ids, dtype=np.int32)
-        self.length = len(self._buffer)  # tokens in use; the buffer may be longer
+        self.length = len(self._buffer)  # tokens in use, the buffer may be longer; read directly where it is hot
 
     def append(self, token_id: int) -> None:
         """Add one token; amortised O(1)."""
@@ -112,7 +112,8 @@ def checked_token_ids(token_ids: Iterable[int] | NDArray[Any]) -> NDArray[np.int
 class Sequence:
     """Tokens, progress and block table of one answer.
 
-    What the scheduler and the block manager write is marked with whose it is; `len(seq)` is `num_tokens`.
+    What the scheduler and the block manager write is marked with whose it is; `len(seq)` is `num_tokens`. Raises
+    RequestError for what are no token ids and for an empty salt.
     """
 
     _next_seq_id = count()
@@ -145,8 +146,8 @@ class Sequence:
         self.num_prefix_tokens: int | None = None  # scheduler: hit length at the first admission, kept for ever
         self.arrival = -1  # scheduler: rank among all requests
         self.num_failures = 0  # scheduler: steps that failed with this sequence in them
-        self.finish_reason: FinishReason | None = None  # scheduler
-        self.stop_reason: int | str | None = None  # the stop token or text, when it was not the model's own end
+        self.finish_reason: FinishReason | None = None  # scheduler; or the text, when a stop string was the last of it
+        self.stop_reason: int | str | None = None  # scheduler for a stop token, the text for a stop string
         self.prefix_chain: Any = None  # block manager: hashes of the full blocks
 
     def __len__(self) -> int:
@@ -156,6 +157,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Tokens so far, prompt and output."""
         return self.token_ids.length
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Tokens whose K/V is not in the blocks yet: 1 for a decode, more for a prefill."""
+        return self.token_ids.length - self.num_cached_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -178,7 +184,7 @@ class Sequence:
         return -(-self.token_ids.length // self.block_size)
 
     def block(self, i: int) -> TokenIds:
-        """The tokens of logical block i; fewer than `block_size` in the last."""
+        """The tokens of logical block i, fewer than `block_size` in the last. For readers: nothing here calls it."""
         return self.token_ids[i * self.block_size : (i + 1) * self.block_size]
 
     @property

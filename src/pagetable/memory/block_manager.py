@@ -2,6 +2,9 @@
 
 A block's life: `can_allocate` looks for cached blocks, `allocate` takes them and fresh ones, the model computes,
 `hash_blocks` publishes what became full, `may_append` adds a block as the sequence grows, `deallocate` gives all back.
+
+A live sequence *announces* the full block that it computes next. Another that needs the same block, a follower, can
+wait for it (`is_in_flight`) instead of computing it again.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ class OutOfBlocksError(RuntimeError):
 
 
 class SequenceLike(Protocol):
-    """What the manager needs of a sequence (`prefix_chain` it adds by itself)."""
+    """What the manager needs of a sequence; `prefix_chain` may be absent at first."""
 
     token_ids: Any  # tokens so far: a list or an int32 buffer, only ever appended to
     block_table: list[int]  # physical block of each logical block
@@ -82,7 +85,7 @@ class BlockManager:
         self._identity = object()  # tells our chains from those of another manager
         self._live: dict[int, SequenceLike] = {}  # sequences that hold blocks, by id()
         self._in_flight: dict[bytes, tuple[SequenceLike, int]] = {}  # blocks being computed: hash to leader and index
-        self._removals = 0  # from the registry: what a look-up found stays found while this stands
+        self._removals = 0  # how often blocks left the registry; what a look-up found is good while this is unchanged
         self._generation = 0  # how often the cache was reset
         self._counters = Counters()
 
@@ -142,16 +145,18 @@ class BlockManager:
     def is_in_flight(self, seq: SequenceLike, num_cached_blocks: int) -> bool:
         """Whether another sequence is computing the full block that `seq` needs next: waiting for it saves the work.
 
-        Exact like a hit: the leader's block must have the same tokens under the same parent.
+        `num_cached_blocks` is what `can_allocate(seq)` has just returned. Exact like a hit: the leader's block must
+        have the same tokens under the same parent.
         """
         if not self.enable_prefix_caching or num_cached_blocks >= seq.num_blocks - 1:
             return False
-        matched, chain = self._match(seq), self._chain(seq)
-        leader, i = self._in_flight.get(chain.hashes[num_cached_blocks], (seq, -1))
-        if leader is seq or i != num_cached_blocks:
+        i, matched, chain = num_cached_blocks, self._match(seq), self._chain(seq)
+        announced = self._in_flight.get(chain.hashes[i])
+        if announced is None:
             return False
+        leader, index = announced
         theirs = self._chain(leader)
-        if theirs.contents[i] != chain.contents[i]:
+        if leader is seq or index != i or theirs.contents[i] != chain.contents[i]:
             return False
         return leader.block_table[i - 1] == matched[i - 1] if i else theirs.root == chain.root
 
@@ -190,11 +195,13 @@ class BlockManager:
         if start == end or not self.enable_prefix_caching:
             return
         if end * self.block_size > seq.num_tokens or end > len(seq.block_table):
-            raise ValueError(f"hash_blocks: {end} blocks computed, but the sequence has {seq.num_tokens} tokens")
-        chain = self._chain(seq)
-        if chain.generation != self._generation:  # computed before a reset
+            raise ValueError(
+                f"hash_blocks: {end} blocks computed, but the sequence has {seq.num_tokens} tokens in "
+                f"{len(seq.block_table)} blocks"
+            )
+        if self._chain(seq).generation != self._generation:  # computed before a reset
             return
-        chain.extend(seq.token_ids, end, self.block_size, type(self).compute_hash)
+        chain = self._hashed(seq, end)
         for i in range(start, end):
             if not self._publish(seq, chain, i):
                 break
@@ -301,15 +308,22 @@ class BlockManager:
             seq.prefix_chain = chain
         return chain
 
+    def _hashed(self, seq: SequenceLike, num_blocks: int) -> PrefixChain:
+        """The chain of `seq` with its first `num_blocks` blocks, which must be full, hashed."""
+        chain = self._chain(seq)
+        # Looked up on the class at each call: a test may put a weak hash in its place.
+        chain.extend(seq.token_ids, num_blocks, self.block_size, type(self).compute_hash)
+        return chain
+
     def _match(self, seq: SequenceLike) -> list[int]:
         """The longest cached prefix of `seq`, as block ids. Never the last block: one token must be computed."""
         if not self.enable_prefix_caching:
             return []
-        chain = self._chain(seq)
+        limit = seq.num_blocks - 1
+        chain = self._hashed(seq, limit)
         if chain.matched_at != self._removals:
             chain.matched, chain.matched_at = [], self._removals
-        matched, limit = chain.matched, seq.num_blocks - 1
-        chain.extend(seq.token_ids, limit, self.block_size, type(self).compute_hash)
+        matched = chain.matched
         parent: int | bytes = matched[-1] if matched else chain.root
         for i in range(len(matched), limit):
             block_id = self.hash_to_block_id.get(chain.hashes[i])
@@ -368,14 +382,13 @@ class BlockManager:
             self._tell(events.Freed(_seq_id(seq), tuple(freed)))
 
     def _announce(self, seq: SequenceLike, i: int) -> None:
-        """Say that `seq` computes its block i next, if that will be full and can be published."""
+        """Say that `seq` computes its block i next, if that is full by then."""
         chain = self._chain(seq)
         self._retract(chain, seq)
         if not self.enable_prefix_caching or chain.generation != self._generation:
             return
         if (i + 1) * self.block_size <= seq.num_tokens:
-            chain.extend(seq.token_ids, i + 1, self.block_size, type(self).compute_hash)
-            chain.announced = chain.hashes[i]
+            chain.announced = self._hashed(seq, i + 1).hashes[i]
             self._in_flight.setdefault(chain.announced, (seq, i))
 
     def _retract(self, chain: PrefixChain, seq: SequenceLike) -> None:

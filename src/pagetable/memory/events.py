@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class MissReason(StrEnum):
-    """Why a request's first block without a hit had none."""
+    """Why the first block that has to be computed was not found in the cache."""
 
     NEVER_SEEN = "never_seen"  # no such content was registered (as far back as the sink remembers)
     EVICTED = "evicted"  # it was, and its block was taken for other content

@@ -35,8 +35,9 @@ class EvictionPolicy(Protocol):
 
 
 class LRU:
-    """Least recently released first; every operation O(1).
+    """Least recently released first, so a first-in, first-out queue from which hits are taken out; all O(1).
 
+    Why not last in, first out: a block that was just released is the likeliest to be hit again, so it waits longest.
     Why this never takes a parent before its child: whoever uses the child uses the parent too, and gives the child back
     first. So the last release of the child is always earlier than that of the parent.
     """

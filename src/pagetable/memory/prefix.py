@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
+from typing import Any
 
 import xxhash
 
 from pagetable.memory.block import int32_bytes
+
+HashFunction = Callable[[bytes, bytes], bytes]  # tokens of a block, hash of the block before it
 
 
 def encode_root(namespace: bytes, block_size: int, **extras: str | bytes | None) -> bytes:
@@ -30,9 +34,9 @@ def _length_prefixed(value: bytes) -> bytes:
 
 
 class PrefixChain:
-    """Content and chained hash of every full block of one sequence, each computed once and kept as the sequence grows.
+    """What the manager knows of one sequence: content and chained hash of each full block, and notes of its own.
 
-    The manager hangs it on the sequence, so that a prompt that waits, is preempted and comes back is hashed once.
+    It hangs on the sequence, so that a prompt that waits, is preempted and comes back is hashed once.
     """
 
     __slots__ = (
@@ -55,23 +59,25 @@ class PrefixChain:
         self.root_hash = xxhash.xxh3_128_digest(root)  # only starts the hash chain, proves nothing
         self.contents: list[bytes] = []  # int32 little-endian bytes of each full block
         self.hashes: list[bytes] = []
-        self.matched: list[int] = []  # the cached blocks that look-ups found, good until ...
-        self.matched_at = -1  # ... something more than this many times leaves the registry
+        self.matched: list[
+            int
+        ] = []  # cached blocks that look-ups found, good while the manager's count of removals ...
+        self.matched_at = -1  # ... is what it was when they were found
         self.generation = -1  # the reset count when blocks were allocated; an older one registers nothing
         self.announced: bytes | None = None  # hash of the block that this sequence computes next
         self.counted = False  # this request is in the hit statistics
         self.computed_before_preemption = 0  # tokens
 
-    def extend(self, token_ids: object, num_blocks: int, block_size: int, compute_hash: object) -> None:
+    def extend(self, token_ids: Any, num_blocks: int, block_size: int, compute_hash: HashFunction) -> None:
         """Hash the blocks up to `num_blocks` that are not hashed yet. They must be full: later tokens do not count."""
         done = len(self.hashes)
         if done >= num_blocks:
             return
-        data = int32_bytes(token_ids[done * block_size : num_blocks * block_size])  # type: ignore[index]
+        data = int32_bytes(token_ids[done * block_size : num_blocks * block_size])
         prefix = self.hashes[-1] if done else self.root_hash
         width = 4 * block_size
         contents = [data[start:stop] for start, stop in pairwise(range(0, len(data) + width, width))]
         for content in contents:
-            prefix = compute_hash(content, prefix)  # type: ignore[operator]
+            prefix = compute_hash(content, prefix)
             self.hashes.append(prefix)
         self.contents += contents
