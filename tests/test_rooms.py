@@ -20,7 +20,7 @@ ARROWS = {
     "prompts": {"engine", "text"},
     "request": {"engine", "outputs", "text"},
     "llm": {"engine", "memory", "model", "text", "checkpoint", "outputs", "prompts", "request"},
-    "info": {"checkpoint", "model", "text"},
+    "info": {"checkpoint", "memory", "model", "text"},
     "demo": {"engine", "llm", "memory", "outputs"},
     "cli": {"", "engine", "llm", "outputs", "demo", "info"},
 }
@@ -77,7 +77,7 @@ def test_the_package_imports_lazily_and_says_what_is_missing():
         "import sys; sys.modules['torch'] = None\n"
         "import pagetable; pagetable.SamplingParams\n"
         "try: pagetable.LLM\n"
-        "except ModuleNotFoundError as error: assert \"pip install 'pagetable[llm]'\" in str(error), error\n"
+        "except ModuleNotFoundError as error: assert \"with its extra 'llm'\" in str(error), error\n"
         "else: raise SystemExit('LLM came without torch')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

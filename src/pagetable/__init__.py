@@ -10,22 +10,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagetable.checkpoint import ModelError
     from pagetable.engine import RequestError, SamplingParams
     from pagetable.llm import LLM
     from pagetable.outputs import CompletionOutput, Logprob, RequestOutput
+    from pagetable.text import ChatTemplateError
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "pagetable.llm",
+    "ChatTemplateError": "pagetable.text",
     "CompletionOutput": "pagetable.outputs",
     "Logprob": "pagetable.outputs",
+    "ModelError": "pagetable.checkpoint",
     "RequestError": "pagetable.engine",
     "RequestOutput": "pagetable.outputs",
     "SamplingParams": "pagetable.engine",
 }
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestError", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "ChatTemplateError",
+    "CompletionOutput",
+    "Logprob",
+    "ModelError",
+    "RequestError",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:
@@ -37,7 +51,7 @@ def __getattr__(name: str) -> Any:
         if error.name and error.name.startswith("pagetable"):
             raise
         raise ModuleNotFoundError(
-            f"pagetable.{name} needs {error.name}: pip install 'pagetable[llm]'", name=error.name
+            f"pagetable.{name} needs {error.name}: install pagetable with its extra 'llm'", name=error.name
         ) from error
 
 

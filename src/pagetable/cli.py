@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
@@ -41,11 +43,14 @@ engine_options = _options(
     click.option("--dtype", default="auto", show_default=True, help="auto, float32 or bfloat16."),
     click.option("--device", default="cpu", show_default=True, help="cpu or cuda."),
     click.option("--block-size", type=int, default=16, show_default=True, help="Tokens a block, a power of two."),
-    click.option("--kv-cache-memory", help='Size of the KV cache: "2GiB", or bytes.  [default: by free memory]'),
+    click.option(
+        "--kv-cache-memory",
+        callback=lambda _, __, value: float(value) if value and re.fullmatch(r"0?\.\d+|1\.0*", value) else value,
+        help="Size of the KV cache: 2GiB, bytes, or a share of free memory (0.5).  [default: by free memory]",
+    ),
     click.option("--max-num-seqs", type=int, default=128, show_default=True, help="Sequences that run at once."),
     click.option("--max-num-batched-tokens", type=int, help="Tokens a step.  [default: 512 on a CPU, 8192 on a GPU]"),
     click.option("--max-model-len", type=int, help="Longest prompt plus answer.  [default: the model's]"),
-    click.option("--scheduling-policy", default="fcfs", show_default=True, help="fcfs or priority."),
     click.option("--threads", type=int, help="Threads to compute with.  [default: all]"),
 )
 caching_option = click.option(
@@ -87,7 +92,9 @@ def generate(
     prompts: tuple[str, ...], model: str, as_chat: bool, n: int, as_json: bool, verbose: bool, **options: Any
 ) -> None:
     """Continue PROMPTS; without any, each line of the standard input is one."""
-    texts = list(prompts) or [line.rstrip("\n") for line in sys.stdin]
+    if not prompts and sys.stdin.isatty():
+        click.secho("One prompt a line, Ctrl-D ends:", dim=True, err=True)
+    texts = list(prompts) or [line.rstrip("\n") for line in sys.stdin if line.strip()]
     params, engine_arguments = _split(options)
     with _load(model, engine_arguments) as llm:
         params = replace(params, n=n)
@@ -96,7 +103,7 @@ def generate(
             if as_json:
                 click.echo(json.dumps({"prompt": text, **_as_dict(output)}))
             else:
-                _print_answers(text, output)
+                _print_answers(text, output, as_chat)
         if verbose:
             _print_stats(llm)
 
@@ -117,6 +124,8 @@ def chat(model: str, system: str | None, as_json: bool, verbose: bool, **options
     params, engine_arguments = _split(options)
     messages = [{"role": "system", "content": system}] if system else []
     with _load(model, engine_arguments) as llm:
+        if sys.stdin.isatty():
+            click.secho("Ctrl-C ends an answer, /exit or Ctrl-D the conversation.", dim=True)
         while (text := _ask()) is not None:
             if not text.strip():
                 continue
@@ -141,7 +150,7 @@ def demo(model: str, max_tokens: int, as_json: bool, **options: Any) -> None:
     """Answer a handful of prompts that share a system prompt, and show the page table at work."""
     from pagetable.demo import compare, describe
 
-    report = compare(model, max_tokens, _given(options))
+    report = compare(model, max_tokens, _given(options), say=lambda text: click.echo(text, err=True))
     click.echo(json.dumps(asdict(report)) if as_json else describe(report))
 
 
@@ -194,16 +203,17 @@ def _as_dict(output: RequestOutput) -> dict[str, Any]:
     }
 
 
-def _print_answers(prompt: str, output: RequestOutput) -> None:
+def _print_answers(prompt: str, output: RequestOutput, as_chat: bool) -> None:
     for answer in output.outputs:
-        click.secho(prompt, nl=False, dim=True)
-        click.echo(answer.text if answer.text[:1].isspace() else f"\n{answer.text}")
-        _print_error(answer)
+        click.secho(prompt, nl=as_chat, dim=True)
+        click.echo(answer.text)
+        _print_end(answer)
 
 
-def _print_error(answer: CompletionOutput) -> None:
-    if answer.error:
-        click.secho(f"[failed: {answer.error}]", fg="red", err=True)
+def _print_end(answer: CompletionOutput) -> None:
+    """Why an answer ended, unless the model wanted it so."""
+    if answer.finish_reason != "stop":
+        click.secho(f"[{answer.finish_reason}{f': {answer.error}' if answer.error else ''}]", dim=True, err=True)
 
 
 def _ask() -> str | None:
@@ -235,7 +245,7 @@ def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, as
         cached, prompt = output.num_cached_tokens or 0, len(output.prompt_token_ids)
         rate = len(answer.token_ids) / seconds
         click.secho(f"\n[{cached} of {prompt} prompt tokens cached, {rate:.0f} tokens/s]\n", dim=True)
-        _print_error(answer)
+        _print_end(answer)
     return answer.text
 
 
@@ -248,12 +258,16 @@ def _print_stats(llm: LLM) -> None:
 def main() -> None:
     """Entry point of the `pagetable` command. A user's mistake ends in one line, not in a traceback."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s: %(message)s")
+    warnings.showwarning = lambda message, *_, **__: click.echo(f"Warning: {message}", err=True)
     try:
         cli(standalone_mode=False)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
-    except (ValueError, ModuleNotFoundError) as error:
+    except ModuleNotFoundError as error:
+        click.echo(f"Error: {error}. The command line needs pagetable with its extra 'llm'", err=True)
+        sys.exit(1)
+    except ValueError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)
     except (click.exceptions.Abort, KeyboardInterrupt):

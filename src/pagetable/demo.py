@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,10 +56,11 @@ class Report:
     uncached: Run
 
 
-def compare(model: str, max_tokens: int, engine_arguments: dict[str, Any]) -> Report:
+def compare(model: str, max_tokens: int, engine_arguments: dict[str, Any], say: Callable[[str], None]) -> Report:
     """Run the batch with and without prefix caching, each on an engine of its own."""
     runs = []
     for enable_prefix_caching in (True, False):
+        say(f"Answering {len(QUESTIONS)} questions, prefix caching {'on' if enable_prefix_caching else 'off'} ...")
         with LLM(model, enable_prefix_caching=enable_prefix_caching, **engine_arguments) as llm:
             llm.generate([[0] * 8], SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)  # warm up
             runs.append(_run(llm, max_tokens))
@@ -87,10 +89,9 @@ def _run(llm: LLM, max_tokens: int) -> Run:
     conversations = [
         [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}] for question in QUESTIONS
     ]
-    prompts = [llm.tokenizer.encode_chat(conversation) for conversation in conversations]
     before, began = llm.stats(), time.perf_counter()
     llm.engine.runner = watch = _Watch(llm.engine.runner, llm.block_manager)
-    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
+    outputs = llm.chat(conversations, SamplingParams(temperature=0, max_tokens=max_tokens), use_tqdm=False)
     seconds, after = time.perf_counter() - began, llm.stats()
     query_tokens = after.query_tokens - before.query_tokens
     return Run(

@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from pagetable.checkpoint import open_checkpoint
+from pagetable.memory import check_block_size
 from pagetable.model import format_bytes, load_config, num_blocks_for, parse_memory
 from pagetable.text import resolve_model
 
 
 def model_info(model: str, memory: str, block_size: int) -> dict[str, Any]:
     """Facts about a model and how many tokens of K/V fit into `memory`, for each type. Raises ModelError."""
-    if block_size < 1 or block_size & (block_size - 1):
-        raise ValueError(f"block_size={block_size}: it must be a power of two, from 1 up")
+    check_block_size(block_size)
     checkpoint = open_checkpoint(resolve_model(model))
     config = load_config(checkpoint)
     num_bytes = parse_memory(memory)

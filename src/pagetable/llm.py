@@ -22,12 +22,12 @@ from tqdm import tqdm
 
 from pagetable.checkpoint import ModelError, open_checkpoint
 from pagetable.engine import Engine, FinishReason, RequestError, SamplingParams, Scheduler, Sequence
-from pagetable.memory import BlockManager, CacheStats, EventSink
+from pagetable.memory import BlockManager, CacheStats, EventSink, check_block_size
 from pagetable.model import ModelRunner, available_memory, format_bytes, load_model, num_blocks_for, parse_memory
 from pagetable.outputs import RequestOutput
 from pagetable.prompts import Messages, Prompt, as_list, is_conversation, one_each, tokens_of
 from pagetable.request import Answer, Request
-from pagetable.text import Tokenizer, load_tokenizer, resolve_model
+from pagetable.text import Tokenizer, load_tokenizer, render_chat, resolve_model
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,13 @@ _HARMLESS_OPTIONS: dict[str, Callable[[Any], bool]] = {
     "data_parallel_size": lambda value: value == 1,
     "enforce_eager": lambda value: isinstance(value, bool),
     "disable_log_stats": lambda value: isinstance(value, bool),
-    "trust_remote_code": lambda value: value is False,
+    "trust_remote_code": lambda value: isinstance(value, bool),  # no model brings code here
+    "enable_lora": lambda value: value is False,
+    "download_dir": lambda value: value is None,
+    "hf_overrides": lambda value: not value,
+    "generation_config": lambda value: value == "vllm",
+    "limit_mm_per_prompt": lambda value: not value,
+    "tokenizer_revision": lambda value: value is None,
     "tokenizer": lambda value: value is None,
     "tokenizer_mode": lambda value: value in ("auto", "hf"),
     "quantization": lambda value: value is None,
@@ -93,6 +99,7 @@ class LLM:
         **vllm_options: Any,
     ) -> None:
         _refuse_options(vllm_options)
+        check_block_size(block_size)
         if threads is not None:
             if threads < 1:
                 raise ValueError(f"threads={threads}: at least 1 is needed")
@@ -186,16 +193,13 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages with `role` and `content`) or a list of them."""
         conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
-        prompts = [
-            self.tokenizer.encode_chat(
-                conversation,
-                add_generation_prompt=add_generation_prompt,
-                tools=tools,
-                chat_template=chat_template or self._chat_template,
-                **(chat_template_kwargs or {}),
-            )
-            for conversation in conversations
-        ]
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "tools": tools,
+            "chat_template": chat_template,
+            **(chat_template_kwargs or {}),
+        }
+        prompts = [self._chat_prompt(conversation, **options) for conversation in conversations]
         return self._finish_all(self._submit(prompts, sampling_params, None), use_tqdm)
 
     def stream(
@@ -208,7 +212,7 @@ class LLM:
         Each output holds all the text so far, and in `new_text` what is new. Closing the iterator ends the requests.
         """
         if is_conversation(prompts):
-            prompts = self.tokenizer.encode_chat(prompts, chat_template=self._chat_template)
+            prompts = self._chat_prompt(prompts)
         stream = self._stream(self._submit(as_list(prompts), sampling_params, None))
         next(stream)  # into its `try`: from now on, closing or dropping it ends the requests
         return stream
@@ -249,6 +253,13 @@ class LLM:
         self.close()
 
     # ---------------------------------------------------------------- in
+
+    def _chat_prompt(
+        self, messages: Messages, *, chat_template: str | None = None, **options: Any
+    ) -> Mapping[str, Any]:
+        text = render_chat(self.tokenizer, messages, chat_template=chat_template or self._chat_template, **options)
+        # A template writes every special token it wants, the begin token too.
+        return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
     def _submit(
         self,

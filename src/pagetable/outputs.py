@@ -27,6 +27,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None  # the stop token or text; None for the model's own end
     new_text: str = ""  # while streaming: what this output adds to the one before
     error: str | None = None  # what went wrong, when the finish reason is `error`
+    seq_id: int | None = None  # its sequence, as events name it
 
     def finished(self) -> bool:
         """Whether nothing more will come."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import Any, TypeGuard
 
@@ -22,7 +22,8 @@ def is_conversation(value: Any) -> TypeGuard[Messages]:
         isinstance(value, SequenceABC)
         and not isinstance(value, str)
         and len(value) > 0
-        and all(isinstance(item, Mapping) and "role" in item for item in value)
+        and all(isinstance(item, Mapping) for item in value)
+        and any("role" in item or "content" in item for item in value)
     )
 
 
@@ -30,6 +31,8 @@ def as_list(prompts: Any) -> list[Any]:
     """One prompt, in any of its forms, or a list of them, as a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise RequestError(f"a prompt or a list of prompts is expected, not {prompts!r}")
     prompts = list(prompts)
     is_token_ids = bool(prompts) and all(isinstance(item, numbers.Integral) for item in prompts)
     return [prompts] if is_token_ids else prompts

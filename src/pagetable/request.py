@@ -115,6 +115,7 @@ class Answer:
             stop_reason=self.seq.stop_reason,
             new_text=new_text,
             error=self.error,
+            seq_id=self.seq.seq_id,
         )
 
     def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:

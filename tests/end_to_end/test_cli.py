@@ -64,6 +64,7 @@ def test_chat_on_a_terminal():
                 seen += os.read(parent, 4096)
         seen = seen[seen.index(text) + len(text) :]
 
+    expect(b"Ctrl-D")
     expect(b"> ")
     os.write(parent, b"Hello\n")
     expect(b"prompt tokens cached")

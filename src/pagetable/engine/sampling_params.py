@@ -50,6 +50,8 @@ class SamplingParams:
     detokenize: bool = True
     spaces_between_special_tokens: bool = True
     extra_args: dict[str, Any] | None = None
+    best_of: int | None = None
+    guided_decoding: Any = None
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()

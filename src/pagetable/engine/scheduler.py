@@ -1,7 +1,7 @@
 """What runs when: one token budget a step, decode first, then chunks of prefill, then new sequences.
 
 `schedule` reserves, the runner computes, `commit` publishes. If the runner fails, `rollback` gives back what the step
-took. Nothing here knows a model: any function from `Step` to tokens will do as a runner.
+took. Nothing here knows a model: the tokens of a step may come from anywhere.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ class Scheduler:
             raise RequestError("the prompt has no tokens; at least 1 is needed")
         if seq.num_tokens >= self.max_model_len:
             raise RequestError(
-                f"the prompt has {seq.num_tokens} tokens; with max_model_len={self.max_model_len} at most "
-                f"{self.max_model_len - 1} are allowed, so that one can be generated"
+                f"the prompt has {seq.num_tokens} tokens, with max_model_len={self.max_model_len} it must have fewer, "
+                "so that one can be generated"
             )
         if seq.num_blocks > len(manager.blocks):
             raise RequestError(

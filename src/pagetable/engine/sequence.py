@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pagetable.engine.errors import RequestError
 from pagetable.engine.sampling_params import SamplingParams
 from pagetable.engine.step import TokenLogprobs
+from pagetable.memory import check_block_size
 
 MAX_TOKEN_ID = 2**31 - 1
 _DEFAULT_PARAMS = SamplingParams()
@@ -129,6 +130,7 @@ class Sequence:
     ) -> None:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt={cache_salt!r}: it must be a text that is not empty, or None")
+        check_block_size(block_size)
         self.seq_id = next(Sequence._next_seq_id)
         self.sampling_params = sampling_params or _DEFAULT_PARAMS
         self.block_size = block_size

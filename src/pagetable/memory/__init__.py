@@ -1,8 +1,21 @@
 """The page table: blocks, reference counts, chained prefix hashes, eviction, events. No model, no torch."""
 
-from pagetable.memory.block import Block
+from pagetable.memory.block import Block, check_block_size
 from pagetable.memory.block_manager import BlockManager, OutOfBlocksError, SequenceLike
-from pagetable.memory.events import Event, EventSink, MissExplainer, MissReason
+from pagetable.memory.events import (
+    Allocated,
+    Cleared,
+    Event,
+    EventSink,
+    Freed,
+    Hit,
+    Miss,
+    MissExplainer,
+    MissReason,
+    Preempted,
+    Removed,
+    Stored,
+)
 from pagetable.memory.free_queue import EVICTION_POLICIES, EvictionPolicy, FreeQueue
 from pagetable.memory.invariants import InvariantError
 from pagetable.memory.prefix import encode_root
@@ -10,17 +23,26 @@ from pagetable.memory.statistics import CacheStats
 
 __all__ = [
     "EVICTION_POLICIES",
+    "Allocated",
     "Block",
     "BlockManager",
     "CacheStats",
+    "Cleared",
     "Event",
     "EventSink",
     "EvictionPolicy",
     "FreeQueue",
+    "Freed",
+    "Hit",
     "InvariantError",
+    "Miss",
     "MissExplainer",
     "MissReason",
     "OutOfBlocksError",
+    "Preempted",
+    "Removed",
     "SequenceLike",
+    "Stored",
+    "check_block_size",
     "encode_root",
 ]

@@ -13,6 +13,12 @@ def int32_bytes(token_ids: Any) -> bytes:
     return np.asarray(token_ids, dtype="<i4").tobytes()
 
 
+def check_block_size(block_size: int) -> None:
+    """Raise ValueError unless `block_size` is a power of two, from 1 up."""
+    if block_size < 1 or block_size & (block_size - 1):
+        raise ValueError(f"block_size={block_size}: it must be a power of two, from 1 up")
+
+
 class Block:
     """One page of KV memory: the bookkeeping of `block_size` slots, not the K and V themselves.
 

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import xxhash
 
 from pagetable.memory import events
-from pagetable.memory.block import Block
+from pagetable.memory.block import Block, check_block_size
 from pagetable.memory.events import EventSink, MissReason
 from pagetable.memory.free_queue import FreeQueue
 from pagetable.memory.invariants import check_invariants
@@ -71,8 +71,7 @@ class BlockManager:
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks={num_blocks}: at least 1 block is needed")
-        if block_size < 1 or block_size & (block_size - 1):
-            raise ValueError(f"block_size={block_size}: it must be a power of two, from 1 up")
+        check_block_size(block_size)
         if not isinstance(namespace, bytes):
             raise TypeError(f"namespace={namespace!r}: it must be bytes")
         self.block_size = block_size
@@ -119,6 +118,10 @@ class BlockManager:
         """
         if seq.block_table:
             raise ValueError(f"allocate: the sequence already holds {len(seq.block_table)} blocks")
+        if seq.num_blocks != -(-seq.num_tokens // self.block_size):
+            raise ValueError(
+                f"allocate: {seq.num_tokens} tokens in {seq.num_blocks} blocks do not fit block_size={self.block_size}"
+            )
         matched = self._match(seq)
         if not 0 <= num_cached_blocks <= len(matched):
             raise ValueError(f"allocate: num_cached_blocks={num_cached_blocks}, but {len(matched)} blocks are cached")
@@ -179,7 +182,7 @@ class BlockManager:
 
     def _needs_block(self, seq: SequenceLike, num_tokens: int) -> bool:
         # The newest token is already in the sequence while its K/V is not yet in a block. So a block is needed exactly
-        # when the tokens before it, len(seq) - 1, fill whole blocks. (The lesson writes len(seq) % block_size == 1,
+        # when the tokens before it, len(seq) - 1, fill whole blocks. (Often written len(seq) % block_size == 1,
         # which is the same for sizes above 1.) The second half: a table filled at admission may hold the slot already.
         return (num_tokens - 1) % self.block_size == 0 and len(seq.block_table) * self.block_size < num_tokens
 
@@ -296,7 +299,7 @@ class BlockManager:
         )
 
     def check(self) -> None:
-        """Verify the invariants I1 to I4 and I9; raises InvariantError that names the block. O(num_blocks)."""
+        """Verify the invariants I1 to I4 and I9 of docs/guide.md. O(num_blocks); InvariantError names the block."""
         check_invariants(self)
 
     # ---------------------------------------------------------------- inside

@@ -56,7 +56,11 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A sequence was admitted and block `block_index` is the first that has to be computed, and why."""
+    """A sequence was admitted and block `block_index` is the first that has to be computed, and why.
+
+    There is one at each admission, since the last block is always computed: `partial_tail` says that all that could be
+    hit was hit. `in_flight` occurs only where nobody waits, as the scheduler does.
+    """
 
     seq_id: int | None
     block_index: int

@@ -77,7 +77,9 @@ class FreeQueue:
 
     def __init__(self, num_blocks: int, eviction_policy: str) -> None:
         if eviction_policy not in EVICTION_POLICIES:
-            raise ValueError(f"eviction_policy={eviction_policy!r}: choose one of {sorted(EVICTION_POLICIES)}")
+            raise ValueError(
+                f"eviction_policy={eviction_policy!r}: choose one of {', '.join(sorted(EVICTION_POLICIES))}"
+            )
         self.empty = list(range(num_blocks - 1, -1, -1))  # a stack, its top at the end
         self.cached = EVICTION_POLICIES[eviction_policy]()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Counters:
     """Since the manager was made."""
 
-    query_tokens: int = 0  # tokens of admitted requests, each request once
+    query_tokens: int = 0  # prompt tokens of admitted sequences, each sequence once
     hit_tokens: int = 0  # of those, found in the cache
     evictions: int = 0
     preemptions: int = 0

@@ -71,8 +71,8 @@ class _Chunk:
 class TorchAttention:
     """The reference: gathers the context of each sequence, then PyTorch's scaled_dot_product_attention.
 
-    Right on any device and in any type. It copies what it reads, three times the memory traffic of a kernel that attends in
-    place. Single-token sequences go together in groups of similar length, chunks one by one.
+    Right on any device and in any type. It copies what it reads, three times the memory traffic of a kernel that
+    attends in place. Single-token sequences go together in groups of similar length, chunks one by one.
     """
 
     def __init__(self, cache: KVCache) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
 from pagetable.checkpoint import Checkpoint
-from pagetable.text.chat_template import render_chat
 from pagetable.text.gguf_vocabulary import gguf_vocabulary
 from pagetable.text.hf_vocabulary import hf_vocabulary
 from pagetable.text.vocabulary import Vocabulary
@@ -95,29 +94,6 @@ class Tokenizer:
         # After some other text: at the very beginning, many decoders drop a leading space.
         before, text = self._anchor
         return self.decode([*before, token_id], skip_special_tokens=False)[len(text) :]
-
-    def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        chat_template: str | None = None,
-        **kwargs: Any,
-    ) -> list[int]:
-        """Token ids of a chat, as `render_chat` writes it.
-
-        A template writes every special token it wants, the begin token too; so none is added, and none is doubled.
-        """
-        text = render_chat(
-            self,
-            messages,
-            add_generation_prompt=add_generation_prompt,
-            tools=tools,
-            chat_template=chat_template,
-            **kwargs,
-        )
-        return self.encode(text, add_special_tokens=False)
 
     @cached_property
     def _anchor(self) -> tuple[list[int], str]:
