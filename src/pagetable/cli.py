@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from pagetable import __version__
-from pagetable.engine import RequestError, SamplingParams
+from pagetable.engine import SamplingParams
 
 if TYPE_CHECKING:
     from pagetable.llm import LLM
@@ -92,9 +92,9 @@ def generate(
     prompts: tuple[str, ...], model: str, as_chat: bool, n: int, as_json: bool, verbose: bool, **options: Any
 ) -> None:
     """Continue PROMPTS; without any, each line of the standard input is one."""
-    if not prompts and sys.stdin.isatty():
+    if not prompts and sys.stdin and sys.stdin.isatty():
         click.secho("One prompt a line, Ctrl-D ends:", dim=True, err=True)
-    texts = list(prompts) or [line.rstrip("\n") for line in sys.stdin if line.strip()]
+    texts = list(prompts) or [line.rstrip("\r\n") for line in sys.stdin or () if line.strip()]
     params, engine_arguments = _split(options)
     with _load(model, engine_arguments) as llm:
         params = replace(params, n=n)
@@ -132,7 +132,7 @@ def chat(model: str, system: str | None, as_json: bool, verbose: bool, **options
             messages.append({"role": "user", "content": text})
             try:
                 answer = _answer(llm, messages, params, as_json)
-            except RequestError as error:
+            except ValueError as error:
                 click.echo(f"{error}", err=True)
                 messages.pop()
                 continue
@@ -267,11 +267,11 @@ def main() -> None:
     except ModuleNotFoundError as error:
         click.echo(f"Error: {error}. The command line needs pagetable with its extra 'llm'", err=True)
         sys.exit(1)
-    except ValueError as error:
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except (ValueError, OSError) as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)
     except (click.exceptions.Abort, KeyboardInterrupt):
         sys.exit(130)
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(141)

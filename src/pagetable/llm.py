@@ -8,9 +8,9 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
@@ -31,6 +31,7 @@ from pagetable.text import Tokenizer, load_tokenizer, render_chat, resolve_model
 
 logger = logging.getLogger(__name__)
 
+MAX_THREADS = 1024  # torch does not survive a hundred thousand
 DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 MAX_DEFAULT_CPU_CACHE = 4 << 30  # bytes; a desktop has other uses for its memory
 
@@ -101,8 +102,8 @@ class LLM:
         _refuse_options(vllm_options)
         check_block_size(block_size)
         if threads is not None:
-            if threads < 1:
-                raise ValueError(f"threads={threads}: at least 1 is needed")
+            if not 1 <= threads <= MAX_THREADS:
+                raise ValueError(f"threads={threads}: 1 to {MAX_THREADS} are allowed")
             torch.set_num_threads(threads)
         self.model_name = str(model)
         checkpoint = open_checkpoint(resolve_model(model))
@@ -114,6 +115,7 @@ class LLM:
         memory = _cache_bytes(kv_cache_memory, self.device, gpu_memory_utilization)
         num_blocks = num_blocks_for(self.config, memory, block_size, self.dtype)
         self.max_model_len = self._model_len(max_model_len, num_blocks * block_size)
+        runner = ModelRunner(loaded, num_blocks, block_size)  # first, because it fails where memory cannot be had
         self.block_manager = BlockManager(  # the page table, to look at
             num_blocks,
             block_size,
@@ -132,7 +134,7 @@ class LLM:
             scheduling_policy=scheduling_policy,
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
-        self._engine: Engine | None = Engine(scheduler, ModelRunner(loaded, num_blocks, block_size))
+        self._engine: Engine | None = Engine(scheduler, runner)
         self._chat_template = chat_template
         self._random = random.Random(seed)
         self._lock = threading.RLock()
@@ -177,8 +179,7 @@ class LLM:
         `cache_salt`. One `sampling_params` serves all, or a list has one for each. Raises RequestError for the first
         prompt that cannot be served; then none is.
         """
-        requests = self._submit(as_list(prompts), sampling_params, priority)
-        return self._finish_all(requests, use_tqdm)
+        return self._finish_all(as_list(prompts), sampling_params, priority, use_tqdm)
 
     def chat(
         self,
@@ -200,7 +201,7 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         prompts = [self._chat_prompt(conversation, **options) for conversation in conversations]
-        return self._finish_all(self._submit(prompts, sampling_params, None), use_tqdm)
+        return self._finish_all(prompts, sampling_params, None, use_tqdm)
 
     def stream(
         self,
@@ -213,9 +214,7 @@ class LLM:
         """
         if is_conversation(prompts):
             prompts = self._chat_prompt(prompts)
-        stream = self._stream(self._submit(as_list(prompts), sampling_params, None))
-        next(stream)  # into its `try`: from now on, closing or dropping it ends the requests
-        return stream
+        return self._start(as_list(prompts), sampling_params, None)
 
     def stats(self) -> CacheStats:
         """Counters and gauges of the page table."""
@@ -261,30 +260,34 @@ class LLM:
         # A template writes every special token it wants, the begin token too.
         return {"prompt": text, "prompt_token_ids": self.tokenizer.encode(text, add_special_tokens=False)}
 
-    def _submit(
+    def _start(
         self,
         prompts: list[Any],
         sampling_params: SamplingParams | SequenceABC[SamplingParams] | None,
         priority: SequenceABC[int] | None,
-    ) -> list[Request]:
-        """Check and queue all prompts, or none."""
+        only_finished: bool = False,
+    ) -> Generator[RequestOutput, None, None]:
+        """Check and queue all prompts, or none. Dropping the iterator ends what is unfinished."""
         given_params = SamplingParams() if sampling_params is None else sampling_params
         params = one_each(given_params, len(prompts), "sampling_params", SamplingParams)
         priorities = one_each(0 if priority is None else priority, len(prompts), "priority", int)
-        with self._lock:
-            scheduler = self.engine.scheduler
-            requests = [self._request(*given) for given in zip(prompts, params, priorities, strict=True)]
-            added: list[Sequence] = []
-            try:
-                for seq in (seq for request in requests for seq in request.sequences):
-                    scheduler.add(seq)
-                    added.append(seq)
-            except RequestError:
-                for seq in added:
-                    scheduler.abort(seq.seq_id)
-                raise
-            self._answering |= {a.seq.seq_id: (request, a) for request in requests for a in request.answers}
-        return requests
+        requests: list[Request] = []
+        news: dict[Request, None] = {}  # an ordered set: requests that have something to tell
+        stream = self._stream(requests, news, only_finished)
+        next(stream)  # into its `try`: from now on, closing or dropping it ends the requests
+        try:
+            with self._lock, _deferred_interrupt():
+                scheduler = self.engine.scheduler
+                requests += [self._request(*given) for given in zip(prompts, params, priorities, strict=True)]
+                for request in requests:
+                    request.news = news
+                    for answer in request.answers:
+                        scheduler.add(answer.seq)
+                        self._answering[answer.seq.seq_id] = request, answer
+        except BaseException:  # one is refused, or Ctrl-C: then none is queued
+            stream.close()
+            raise
+        return stream
 
     def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
         text, token_ids, cache_salt = tokens_of(prompt, self.tokenizer)
@@ -306,51 +309,60 @@ class LLM:
 
     # ---------------------------------------------------------------- out
 
-    def _finish_all(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        outputs: dict[str, RequestOutput] = {}
-        with _progress_bar(len(requests), use_tqdm) as bar:
-            stream = self._stream(requests, only_finished=True)
-            next(stream)
+    def _finish_all(
+        self,
+        prompts: list[Any],
+        sampling_params: SamplingParams | SequenceABC[SamplingParams] | None,
+        priority: SequenceABC[int] | None,
+        use_tqdm: bool,
+    ) -> list[RequestOutput]:
+        stream = self._start(prompts, sampling_params, priority, only_finished=True)
+        outputs = []
+        with closing(stream), _progress_bar(len(prompts), use_tqdm) as bar:
             for output in stream:
-                outputs[output.request_id] = output
+                outputs.append(output)
                 bar.update(1)
-        return [outputs[request.request_id] for request in requests]
+        return sorted(outputs, key=lambda output: int(output.request_id))
 
-    def _stream(self, requests: list[Request], only_finished: bool = False) -> Iterator[RequestOutput]:
+    def _stream(
+        self, requests: list[Request], news: dict[Request, None], only_finished: bool
+    ) -> Generator[RequestOutput, None, None]:
         """The outputs of these requests as they come. What the first `next` returns is nothing yet."""
-        told = dict.fromkeys(requests, 0)  # output tokens that the caller knows of
-        pending = list(requests)
         try:
             yield None  # type: ignore[misc]
+            pending = set(requests)
             while pending:
                 with self._lock:
-                    news = [
-                        r for r in pending if r.is_finished or (r.num_output_tokens > told[r] and not only_finished)
-                    ]
-                    if not news:  # a step for another caller may have brought some
-                        self._step()
-                    outputs = [request.next_output() for request in news]
-                    told |= {request: request.num_output_tokens for request in news}
-                pending = [request for request in pending if not (request in news and request.is_finished)]
+                    if not news and not self._step():  # a step for another caller may have brought some
+                        news.update(dict.fromkeys(request for request in pending if request.is_finished))
+                        if not news:
+                            raise RuntimeError("the engine has nothing to do, but requests are unfinished")
+                    told = [request for request in news if request.is_finished or not only_finished]
+                    outputs = [request.next_output() for request in told]
+                    pending.difference_update(request for request in told if request.is_finished)
+                    news.clear()
                 yield from outputs
         finally:  # an error, Ctrl-C, or nobody wants the rest
             with self._lock:
                 self._abort(requests)
 
-    def _step(self) -> None:
-        """One step of the engine, and its tokens turned into text."""
+    def _step(self) -> bool:
+        """One step of the engine, and its tokens turned into text. False when there was nothing to do."""
         engine = self.engine
         with _deferred_interrupt():
+            busy = engine.scheduler.has_unfinished
             step, finished = engine.step()
             for seq in {seq.seq_id: seq for seq in (*(step.seqs if step else ()), *finished)}.values():
                 if seq.seq_id in self._answering:
                     self._read(engine, *self._answering[seq.seq_id])
                 if seq.is_finished:
                     self._answering.pop(seq.seq_id, None)
+        return busy
 
     def _read(self, engine: Engine, request: Request, answer: Answer) -> None:
         """Turn a sequence's new tokens into text, which may end it."""
         error = engine.last_error if answer.seq.finish_reason is FinishReason.ERROR else None
+        num_read = answer.num_read
         try:
             if answer.read():
                 engine.scheduler.finish(answer.seq.seq_id, FinishReason.STOP)
@@ -360,7 +372,8 @@ class LLM:
             error = failure
         if error is not None:
             answer.error = f"{type(error).__name__}: {error}"
-        request.note_times()
+        if answer.num_read > num_read or answer.seq.is_finished:
+            request.note_news()
 
     def _abort(self, requests: list[Request]) -> None:
         """End what is unfinished of these requests."""

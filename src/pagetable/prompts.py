@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from typing import Any, TypeGuard
 
 from pagetable.engine import RequestError
+from pagetable.engine.sampling_params import is_integer
 from pagetable.text import Tokenizer
 
 Prompt = str | SequenceABC[int] | Mapping[str, Any]
@@ -31,10 +31,10 @@ def as_list(prompts: Any) -> list[Any]:
     """One prompt, in any of its forms, or a list of them, as a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or isinstance(prompts, bytes | bytearray | set | frozenset):
         raise RequestError(f"a prompt or a list of prompts is expected, not {prompts!r}")
     prompts = list(prompts)
-    is_token_ids = bool(prompts) and all(isinstance(item, numbers.Integral) for item in prompts)
+    is_token_ids = bool(prompts) and all(is_integer(item) for item in prompts)
     return [prompts] if is_token_ids else prompts
 
 

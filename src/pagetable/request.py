@@ -19,16 +19,12 @@ class Request:
         self.prompt_token_ids = sequences[0].prompt_token_ids
         self.answers = [Answer(index, seq, tokenizer) for index, seq in enumerate(sequences)]
         self.metrics = RequestMetrics(time.monotonic())
+        self.news: dict[Request, None] = {}  # where whoever waits for this request looks
 
     @property
     def sequences(self) -> list[Sequence]:
         """The sequences, in order of index."""
         return [answer.seq for answer in self.answers]
-
-    @property
-    def num_output_tokens(self) -> int:
-        """Tokens generated so far, all answers together."""
-        return sum(answer.seq.num_output_tokens for answer in self.answers)
 
     @property
     def is_finished(self) -> bool:
@@ -47,8 +43,9 @@ class Request:
             metrics=replace(self.metrics),
         )
 
-    def note_times(self) -> None:
-        """Write down when the first and the last token came."""
+    def note_news(self) -> None:
+        """An answer has gone on or ended: write down when, and let whoever waits know."""
+        self.news[self] = None
         now = time.monotonic()
         if self.metrics.first_token_time is None and any(seq.num_output_tokens for seq in self.sequences):
             self.metrics.first_token_time = now
@@ -73,15 +70,15 @@ class Answer:
             min_tokens=params.min_tokens,
         )
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
-        self._num_read = 0  # output tokens that were turned into text
+        self.num_read = 0  # output tokens that were turned into text
         self._num_told = 0  # characters that `next_output` has reported
         self._closed = False
 
     def read(self) -> bool:
         """Turn new tokens into text. True when a stop string ended the answer: the sequence has to be finished then."""
         seq = self.seq
-        new = seq.token_ids[seq.num_prompt_tokens + self._num_read :].tolist()
-        self._num_read += len(new)
+        new = seq.token_ids[seq.num_prompt_tokens + self.num_read :].tolist()
+        self.num_read += len(new)
         if self._logprobs is not None:
             self._logprobs += [self._readable(entry) for entry in seq.logprobs[len(self._logprobs) :] if entry]
         if seq.finish_reason is FinishReason.STOP and new:
@@ -123,7 +120,8 @@ class Answer:
         drawn, *others = zip(
             entry.token_ids, entry.logprobs, (entry.rank, *range(1, len(entry.token_ids))), strict=True
         )
+        text_of, known = self._tokenizer.token_text, self._tokenizer  # a model may have more columns than tokens
         return {
-            token_id: Logprob(logprob, rank, self._tokenizer.token_text(token_id))
+            token_id: Logprob(logprob, rank, text_of(token_id) if token_id in known else None)
             for token_id, logprob, rank in (drawn, *(other for other in others if other[0] != drawn[0]))
         }

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 
+import numpy as np
 import pytest
 
 from pagetable import LLM, RequestError, SamplingParams
@@ -207,6 +208,27 @@ def test_a_closed_engine_says_so():
         llm.generate("x", GREEDY)
 
 
+@pytest.mark.parametrize("params", [{"top_k": 2**31 - 1}, {"stop_token_ids": [2**31 - 1, 60_000], "min_tokens": 2}])
+def test_one_requests_parameters_do_not_harm_its_neighbours(whole: LLM, params: dict):
+    odd = SamplingParams(max_tokens=4, ignore_eos=True, temperature=0.5, **params)
+    outputs = whole.generate(["The sky is", "Water is"], [odd, GREEDY])
+    assert [output.outputs[0].finish_reason for output in outputs] == ["length", "length"]
+
+
+def test_a_request_that_is_aborted_behind_its_streams_back_ends_it(whole: LLM):
+    stream = whole.stream("The sky is", SamplingParams(max_tokens=50))
+    first = next(stream)
+    whole.engine.scheduler.abort(first.outputs[0].seq_id)
+    (last,) = stream
+    assert last.outputs[0].finish_reason == "abort"
+
+
+def test_arrays_are_prompts_too(whole: LLM):
+    tokens = whole.tokenizer.encode("The sky is")
+    outputs = whole.generate([np.array(tokens), np.array(tokens, np.int32)], GREEDY)
+    assert text_of(outputs[0]) == text_of(outputs[1]) == text_of(whole.generate(np.array(tokens), GREEDY)[0])
+
+
 # ------------------------------------------------------------------ bad input costs nothing else
 
 
@@ -224,6 +246,10 @@ def test_a_closed_engine_says_so():
         ({"prompt": "x", "cache_salt": ""}, "cache_salt"),
         ({"prompt": 5}, "string"),
         ("\ud800", "surrogate"),
+        (b"abc", "bytes|abc"),
+        ({1, 2}, "expected"),
+        (None, "None"),
+        (7, "7"),
     ],
 )
 def test_a_bad_prompt_is_refused(whole: LLM, prompt: object, says: str):
@@ -281,6 +307,9 @@ def test_options_of_vllm_are_taken_at_harmless_values_and_refused_otherwise():
         ({"eviction_policy": "mru"}, "mru"),
         ({"scheduling_policy": "lifo"}, "lifo"),
         ({"threads": 0}, "threads=0"),
+        ({"block_size": 0}, "block_size=0"),
+        ({"kv_cache_memory": "999TiB"}, "cannot be had"),
+        ({"model": "~nosuchuser/x"}, "nosuchuser"),
     ],
 )
 def test_bad_arguments_are_named(how: dict, says: str):

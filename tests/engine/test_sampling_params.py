@@ -25,6 +25,12 @@ from pagetable.engine import RequestError, SamplingParams
         ("top_k", -2),
         ("top_k", 1.5),
         ("n", 0),
+        ("n", 10**12),
+        ("top_k", 2**31),
+        ("temperature", 10**400),
+        ("stop", 5),
+        ("stop_token_ids", 5),
+        ("stop_token_ids", [2**31]),
         ("n", 1.0),
         ("max_tokens", 0),
         ("max_tokens", -1),
@@ -78,5 +84,6 @@ def test_defaults_and_shapes():
     params = SamplingParams(stop="END", stop_token_ids=[1, 2], temperature=np.float32(0.5), top_k=np.int64(3))
     assert params.stop == ("END",)
     assert params.stop_token_ids == (1, 2)
+    assert SamplingParams(stop_token_ids=np.array([1, 2]), seed=np.int64(5)).stop_token_ids == (1, 2)
     assert SamplingParams().max_tokens == 16
     assert SamplingParams(max_tokens=None).max_tokens is None

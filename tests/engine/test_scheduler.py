@@ -450,6 +450,55 @@ def test_a_fault_that_is_known_to_lie_at_one_row_is_held_against_that_one_only()
     assert len(scheduler.block_manager.free_block_ids) == 64
 
 
+@pytest.mark.parametrize("rows", [[], [9], 3, "x"])
+def test_a_fault_that_lies_nowhere_is_held_against_all(rows: object):
+    class Vague(FailingRunner):
+        def execute(self, step: Step) -> StepOutput:
+            error = FloatingPointError("NaN")
+            error.rows = rows
+            raise error
+
+    scheduler = make()
+    seq = request(6)
+    add(scheduler, seq)
+    engine = Engine(scheduler, Vague(lambda step: True))
+    for _ in range(3):
+        engine.step()
+    assert seq.finish_reason == "error"
+
+
+def test_ctrl_c_in_a_step_passes_through_with_the_step_rolled_back():
+    class Interrupted(FailingRunner):
+        def execute(self, step: Step) -> StepOutput:
+            raise KeyboardInterrupt
+
+    scheduler = make()
+    seq = request(6)
+    add(scheduler, seq)
+    with pytest.raises(KeyboardInterrupt):
+        Engine(scheduler, Interrupted(lambda step: True)).step()
+    assert list(scheduler.waiting) == [seq]
+    run_all(scheduler)
+    assert seq.finish_reason == "length"
+
+
+def test_a_step_that_cannot_be_built_is_undone(monkeypatch: pytest.MonkeyPatch):
+    scheduler = make()
+    seq = request(6)
+    add(scheduler, seq)
+    with monkeypatch.context() as patch:
+        patch.setattr("pagetable.engine.scheduler.build_step", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            scheduler.schedule()
+    assert len(scheduler.block_manager.free_block_ids) == 64
+    assert run_all(scheduler) == [seq]
+
+
+def test_a_priority_must_be_a_whole_number():
+    with pytest.raises(RequestError, match="priority='x'"):
+        request(3, priority="x")
+
+
 def test_the_engine_outlives_a_runner_that_always_fails():
     scheduler = make()
     engine = Engine(scheduler, FailingRunner(lambda step: True))

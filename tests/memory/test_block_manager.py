@@ -144,6 +144,13 @@ def test_shared_blocks_outlive_whoever_ends_first():
         assert manager.blocks[0].ref_count == left
 
 
+def test_a_sequence_of_another_block_size_is_refused():
+    manager = BlockManager(16, 4)
+    with pytest.raises(ValueError, match="block_size=4"):
+        manager.allocate(PlainSequence(list(range(30)), block_size=16), 0)
+    assert len(manager.free_block_ids) == 16
+
+
 def test_deallocating_twice_is_harmless():
     manager = BlockManager(4, 4)
     seq = ran(manager, list(range(9)))
@@ -241,6 +248,11 @@ def test_stats_count_a_request_once_and_recomputation_apart():
         (lambda m, s: s.block_table.__setitem__(0, 6), "I2: block"),
         (lambda m, s: s.block_table.append(77), "I2: a live table names block 77"),
         (lambda m, s: setattr(m.blocks[1], "parent", 5), "I9: block 1"),
+        (lambda m, s: setattr(m.blocks[1], "parent", 1), "I9: block 1"),
+        (lambda m, s: setattr(m.blocks[1], "parent", None), "I9: block 1"),
+        (lambda m, s: setattr(m.blocks[1], "parent", 99), "I9: block 1"),
+        (lambda m, s: m.hash_to_block_id.update({b"x": 55}), "I4"),
+        (lambda m, s: m.free_block_ids.empty.append(100), "I3: block 100"),
     ],
 )
 def test_check_names_the_block_that_is_wrong(fault, says: str):

@@ -33,8 +33,8 @@ class Engine:
     def step(self) -> tuple[Step | None, list[Sequence]]:
         """Run one step. Returns it (None: nothing to do, or it failed) and the sequences that finished.
 
-        An exception of the runner ends the step, not the engine. What is not an error, such as Ctrl-C, passes through
-        with the step rolled back.
+        An exception of the runner, or an output that does not fit, ends the step, not the engine. What is not an error
+        of the runner, such as Ctrl-C, passes through with the step rolled back.
         """
         step = self.scheduler.schedule()
         if step is None:
@@ -42,10 +42,17 @@ class Engine:
         try:
             output = self.runner.execute(step)
             return step, self.scheduler.commit(step, output)
-        except Exception as error:
+        except BaseException as error:
+            if self.scheduler.step_in_flight is not step:  # the commit itself broke: not the runner's fault
+                raise
+            finished = self.scheduler.rollback(step, _rows_at_fault(error))
+            if not isinstance(error, Exception):
+                raise
             logger.exception("a step of %d sequences failed", len(step.seqs))
             self.last_error = error
-            return None, self.scheduler.rollback(step, getattr(error, "rows", None))
-        except BaseException:
-            self.scheduler.rollback(step)
-            raise
+            return None, finished
+
+
+def _rows_at_fault(error: BaseException) -> list[int] | None:
+    rows = getattr(error, "rows", None)
+    return [row for row in rows if isinstance(row, int)] if isinstance(rows, list | tuple | set) else None

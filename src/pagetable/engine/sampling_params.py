@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-import math
 import numbers
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceABC
 from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from pagetable.engine.errors import RequestError
 
 MAX_LOGPROBS = 20  # alternatives a token, as the OpenAI API allows
+MAX_N = 1024  # answers to one prompt
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = 3.4e38
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,11 +60,11 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         self._refuse_unsupported()
-        _number(self, "temperature", 0, math.inf)
+        _number(self, "temperature", 0, MAX_FLOAT32)
         _number(self, "top_p", 0, 1, low_allowed=False)
         _number(self, "min_p", 0, 1)
-        _integer(self, "n", 1)
-        _integer(self, "top_k", -1)
+        _integer(self, "n", 1, MAX_N)
+        _integer(self, "top_k", -1, MAX_INT32)
         _integer(self, "min_tokens", 0)
         if self.max_tokens is not None:
             _integer(self, "max_tokens", 1)
@@ -83,35 +88,42 @@ class SamplingParams:
 
     def _normalise_stops(self) -> None:
         """`stop` and `stop_token_ids` become tuples."""
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        if not all(isinstance(text, str) and text for text in stop):
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
+        if stop is None or not all(isinstance(text, str) and text for text in stop):
             raise RequestError(f"stop={self.stop!r}: it must be a text or a list of texts, none of them empty")
-        stop_token_ids = tuple(self.stop_token_ids or ())
-        if not all(_is_integer(token_id) and token_id >= 0 for token_id in stop_token_ids):
+        token_ids = _as_tuple(self.stop_token_ids)
+        if token_ids is None or not all(is_integer(token_id) and 0 <= token_id <= MAX_INT32 for token_id in token_ids):
             raise RequestError(f"stop_token_ids={self.stop_token_ids!r}: it must be a list of token ids")
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
+        object.__setattr__(self, "stop_token_ids", tuple(int(token_id) for token_id in token_ids))
 
 
 def _number(params: SamplingParams, name: str, low: float, high: float, *, low_allowed: bool = True) -> None:
+    """Check a field and make it a plain float."""
     value: Any = getattr(params, name)
-    is_number = isinstance(value, numbers.Real) and not _is_bool(value) and math.isfinite(value)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
     if not is_number or not low <= value <= high or (value == low and not low_allowed):
-        bounds = f"{'at least' if low_allowed else 'more than'} {low:g}"
-        bounds += "" if high == math.inf else f", at most {high:g}"
+        bounds = f"{'at least' if low_allowed else 'more than'} {low:g}, at most {high:g}"
         raise RequestError(f"{name}={value!r}: it must be a number, {bounds}")
+    object.__setattr__(params, name, float(value))
 
 
 def _integer(params: SamplingParams, name: str, low: int, high: int | None = None) -> None:
+    """Check a field and make it a plain int."""
     value: Any = getattr(params, name)
-    if not _is_integer(value) or value < low or (high is not None and value > high):
+    if not is_integer(value) or value < low or (high is not None and value > high):
         bounds = f"from {low} up" if high is None else f"from {low} to {high}"
         raise RequestError(f"{name}={value!r}: it must be a whole number {bounds}")
+    object.__setattr__(params, name, int(value))
 
 
-def _is_bool(value: Any) -> bool:
-    return isinstance(value, bool)
+def is_integer(value: Any) -> bool:
+    """Whether this is a whole number of Python or NumPy; True and False are none."""
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not _is_bool(value)
+def _as_tuple(value: Any) -> tuple[Any, ...] | None:
+    """A list of any kind as a tuple, empty for None; None if it is no list."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping) else None

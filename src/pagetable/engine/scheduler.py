@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, repeat
 
 from pagetable.engine.batch import build_step
 from pagetable.engine.errors import RequestError
@@ -69,8 +69,8 @@ class Scheduler:
             "max_model_len": max_model_len,
         }
         for name, value in limits.items():
-            if value < 1:
-                raise ValueError(f"{name}={value}: it must be at least 1")
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name}={value}: it must be a whole number from 1 up")
         if scheduling_policy not in SCHEDULING_POLICIES:
             raise ValueError(
                 f"scheduling_policy={scheduling_policy!r}: choose one of {', '.join(sorted(SCHEDULING_POLICIES))}"
@@ -87,6 +87,11 @@ class Scheduler:
         self._seqs: dict[int, Sequence] = {}  # unfinished, by seq_id
         self._arrivals = count()
         self._flight: _StepInFlight | None = None
+
+    @property
+    def step_in_flight(self) -> Step | None:
+        """The step between schedule and commit or rollback."""
+        return self._flight.step if self._flight else None
 
     @property
     def has_unfinished(self) -> bool:
@@ -113,8 +118,8 @@ class Scheduler:
                 "shorten the prompt or give the cache more memory"
             )
         seq.arrival = next(self._arrivals)
-        self._seqs[seq.seq_id] = seq
         insort(self.waiting, seq, key=self._order)
+        self._seqs[seq.seq_id] = seq
 
     # ---------------------------------------------------------------- a step
 
@@ -129,7 +134,11 @@ class Scheduler:
             self._admit(flight)
         if not flight.seqs:
             return None
-        flight.step = build_step(flight.seqs, self.block_manager.block_size, self.eos_token_ids)
+        try:
+            flight.step = build_step(flight.seqs, self.block_manager.block_size, self.eos_token_ids)
+        except BaseException:
+            self._give_back(flight)
+            raise
         self._flight = flight
         return flight.step
 
@@ -190,10 +199,10 @@ class Scheduler:
         not the one in flight; nothing is changed then.
         """
         flight = self._in_flight(step)
-        token_ids, logprobs = _checked_output(output, int(step.needs_logits.sum()))
+        output = _checked_output(output, int(step.needs_logits.sum()))
         self._flight = None
         finished: list[Sequence] = []
-        drawn = iter(zip(token_ids, logprobs, strict=True))
+        drawn = iter(zip(output.token_ids, output.logprobs or repeat(None), strict=False))
         for seq, needs_logits in zip(flight.seqs, step.needs_logits.tolist(), strict=True):
             self.block_manager.hash_blocks(seq)
             seq.num_cached_tokens += seq.num_scheduled_tokens
@@ -215,24 +224,30 @@ class Scheduler:
         lies, it is held against those only.
         """
         flight = self._in_flight(step)
+        # Someone must be at fault, or the step would be tried for ever.
+        at_fault = {row for row in rows or () if 0 <= row < len(flight.seqs)} or set(range(len(flight.seqs)))
         self._flight = None
+        self._give_back(flight)
         finished: list[Sequence] = []
         for row, seq in enumerate(flight.seqs):
-            seq.num_scheduled_tokens = 0
-            seq.num_failures += rows is None or row in rows
+            seq.num_failures += row in at_fault
             reason = flight.finishing.get(seq.seq_id)
             if reason is None and seq.num_failures >= MAX_FAILURES:
                 reason = FinishReason.ERROR
             if reason is not None:
                 self._end(seq, reason)
                 finished.append(seq)
-            elif seq.seq_id in flight.blocks_before:
+        return finished
+
+    def _give_back(self, flight: _StepInFlight) -> None:
+        """Return what a step that is not computed took: added blocks, and whom it admitted to the queue."""
+        for seq in flight.seqs:
+            seq.num_scheduled_tokens = 0
+            if seq.seq_id in flight.blocks_before:
                 self.block_manager.shrink(seq, flight.blocks_before[seq.seq_id])
         for seq in flight.admitted:
-            if not seq.is_finished:
-                self.block_manager.deallocate(seq)
-                self._move(seq, self.running, self.waiting)
-        return finished
+            self.block_manager.deallocate(seq)
+            self._move(seq, self.running, self.waiting)
 
     # ---------------------------------------------------------------- ending
 
@@ -302,18 +317,16 @@ class Scheduler:
         return self._flight
 
 
-def _checked_output(output: StepOutput | list[int], num_needed: int) -> tuple[list[int], list[TokenLogprobs | None]]:
-    """Tokens and log-probabilities, one for each sequence that needs one; ValueError otherwise."""
+def _checked_output(output: StepOutput | list[int], num_needed: int) -> StepOutput:
+    """The output of a step in its full form; ValueError unless it has what every row that needs logits asks for."""
     if not isinstance(output, StepOutput):
         output = StepOutput(list(output))
     token_ids = [int(token_id) for token_id in output.token_ids]
-    logprobs: list[TokenLogprobs | None] = [None] * len(token_ids) if output.logprobs is None else output.logprobs
-    if len(token_ids) != num_needed or len(logprobs) != num_needed:
+    num_logprobs = num_needed if output.logprobs is None else len(output.logprobs)
+    if len(token_ids) != num_needed or num_logprobs != num_needed:
         raise ValueError(
-            f"the output has {len(token_ids)} tokens and {len(logprobs)} log-probabilities, {num_needed} are needed"
+            f"the output has {len(token_ids)} tokens and {num_logprobs} log-probabilities, {num_needed} are needed"
         )
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
-        raise ValueError(
-            f"the output has token ids from {min(token_ids)} to {max(token_ids)}: they are int32 from 0 up"
-        )
-    return token_ids, logprobs
+        raise ValueError(f"the output has token ids {min(token_ids)} to {max(token_ids)}: they are int32 from 0 up")
+    return StepOutput(token_ids, output.logprobs)

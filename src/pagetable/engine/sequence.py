@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagetable.engine.errors import RequestError
-from pagetable.engine.sampling_params import SamplingParams
+from pagetable.engine.sampling_params import SamplingParams, is_integer
 from pagetable.engine.step import TokenLogprobs
 from pagetable.memory import check_block_size
 
@@ -91,9 +91,9 @@ class TokenIds(SequenceABC[int]):
 
 def checked_token_ids(token_ids: Iterable[int] | NDArray[Any]) -> NDArray[np.int32]:
     """A prompt's tokens as a fresh int32 array of shape (tokens,). RequestError unless all are integers from 0 up."""
-    if isinstance(token_ids, str | bytes):
+    if isinstance(token_ids, str | bytes | bytearray):
         raise RequestError(f"token ids are expected, not text: {token_ids[:40]!r}")
-    if not isinstance(token_ids, Iterable):
+    if not isinstance(token_ids, Iterable) or isinstance(token_ids, set | frozenset | dict):
         raise RequestError(f"token ids must be a flat list of integers, not {token_ids!r}")
     given = token_ids if isinstance(token_ids, np.ndarray | list | tuple) else list(token_ids)
     try:
@@ -130,6 +130,8 @@ class Sequence:
     ) -> None:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt={cache_salt!r}: it must be a text that is not empty, or None")
+        if not is_integer(priority):
+            raise RequestError(f"priority={priority!r}: it must be a whole number; lower goes first")
         check_block_size(block_size)
         self.seq_id = next(Sequence._next_seq_id)
         self.sampling_params = sampling_params or _DEFAULT_PARAMS

@@ -131,7 +131,8 @@ class BlockManager:
         if num_fresh + num_idle > len(self.free_block_ids):
             raise OutOfBlocksError(f"{num_fresh + num_idle} blocks are needed, {len(self.free_block_ids)} are free")
 
-        chain = self._chain(seq)
+        # All that can fail comes before the first change, hashing (of tokens that are no int32) too.
+        chain = self._hashed(seq, min(num_cached_blocks + 1, seq.num_tokens // self.block_size))
         chain.generation = self._generation
         self._live[id(seq)] = seq
         for block_id in hits:  # before any fresh block is taken, so that no hit is evicted

@@ -94,7 +94,7 @@ class Preempted:
 
 
 Event = Stored | Removed | Cleared | Hit | Miss | Allocated | Freed | Preempted
-EventSink = Callable[[Event], None]
+EventSink = Callable[[Event], None]  # called in the middle of bookkeeping: it may take notes, not call back
 
 
 class MissExplainer:

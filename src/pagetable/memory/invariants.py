@@ -6,6 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from pagetable.memory.block import Block
     from pagetable.memory.block_manager import BlockManager
 
 
@@ -39,6 +40,8 @@ def _check_free_queue(manager: BlockManager) -> None:
     """I1: free + used = all. I3: the free queue is exactly the blocks with ref_count 0, once each."""
     waiting = Counter(manager.free_block_ids)
     for block_id, times in waiting.items():
+        if not 0 <= block_id < len(manager.blocks):
+            _fail("I3", f"block {block_id}, which does not exist, is in the free queue")
         if times != 1:
             _fail("I3", f"block {block_id} is {times} times in the free queue")
     for block in manager.blocks:
@@ -48,6 +51,9 @@ def _check_free_queue(manager: BlockManager) -> None:
     for block_id in manager.free_block_ids.empty:
         if manager.blocks[block_id].hash is not None:
             _fail("I3", f"block {block_id} is registered but waits among the empty blocks")
+    for block_id in manager.free_block_ids.cached:
+        if manager.blocks[block_id].hash is None:
+            _fail("I3", f"block {block_id} is not registered but waits among the cached blocks")
     if len(manager.free_block_ids) + len(manager.used_block_ids) != len(manager.blocks):
         _fail(
             "I1", f"{len(manager.free_block_ids)} free + {len(manager.used_block_ids)} used blocks are not all blocks"
@@ -57,17 +63,28 @@ def _check_free_queue(manager: BlockManager) -> None:
 def _check_registry(manager: BlockManager) -> None:
     """I4: `hash_to_block_id[h] == b` iff block b carries h. I9: a registered block's parent is registered."""
     for hash, block_id in manager.hash_to_block_id.items():
-        if manager.blocks[block_id].hash != hash:
+        if not 0 <= block_id < len(manager.blocks) or manager.blocks[block_id].hash != hash:
             _fail("I4", f"the registry maps a hash to block {block_id}, which carries another")
     for block in manager.blocks:
         if block.hash is None:
             continue
         if manager.hash_to_block_id.get(block.hash) != block.block_id:
             _fail("I4", f"block {block.block_id} carries a hash that the registry does not map to it")
-        if isinstance(block.parent, int) and manager.blocks[block.parent].hash is None:
-            _fail("I9", f"block {block.block_id} is registered, its parent block {block.parent} is not")
+        if not _is_registered_parent(manager, block):
+            _fail("I9", f"block {block.block_id} is registered, its parent {block.parent!r} is not")
     seen: set[int] = set()
     for block_id in manager.free_block_ids.cached:  # in order of eviction
         if manager.blocks[block_id].parent in seen:
             _fail("I9", f"block {block_id} would be evicted after its parent")
         seen.add(block_id)
+
+
+def _is_registered_parent(manager: BlockManager, block: Block) -> bool:
+    """Whether the parent of a registered block is the root or another registered block."""
+    if not isinstance(block.parent, int):
+        return isinstance(block.parent, bytes)
+    return (
+        0 <= block.parent < len(manager.blocks)
+        and block.parent != block.block_id
+        and manager.blocks[block.parent].hash is not None
+    )

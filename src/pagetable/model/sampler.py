@@ -4,12 +4,15 @@
                -> banned tokens -> temperature -> min_p -> top_k -> top_p -> draw
 
 Each filter is a threshold on a row's weights, so tokens of equal weight stay or go together and nothing depends on the
-order of a sort. What is left is drawn in vocabulary order by the inverse of its cumulative sum, from one uniform number
-that is a hash of (seed, index of the output token): a draw is the same in any batch, at any row, after any preemption.
+order of a sort. Of what is left the winner of a race is drawn (the Gumbel-max trick): each token has a number of its
+own, a hash of (seed, index of the output token, token), so a draw is the same in any batch, at any row, after any
+preemption. The rounding of logits, which does depend on the batch, can turn a photo finish only; a search in a
+cumulative sum would have as many borders to fall over as there are tokens.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -19,6 +22,7 @@ from torch import Tensor
 
 from pagetable.engine.step import SamplingBatch, TokenLogprobs
 
+_RACE_ROWS = 16  # rows whose numbers are in memory at once, 8 bytes a token
 _NUCLEUS = 1024  # tokens in which top_p looks first; only a row whose nucleus is larger pays for a full sort
 
 
@@ -40,8 +44,9 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenL
     """
     asking = np.flatnonzero(batch.num_logprobs >= 0)
     logprobs = torch.log_softmax(logits[_on(logits, asking)], dim=-1) if len(asking) else None
-    if len(batch.banned_rows):
-        rows, tokens = batch.banned_rows.astype(np.int64), batch.banned_token_ids.astype(np.int64)
+    known = batch.banned_token_ids < logits.shape[1]  # a stop token need not be in the vocabulary
+    if known.any():
+        rows, tokens = batch.banned_rows[known].astype(np.int64), batch.banned_token_ids[known].astype(np.int64)
         logits[_on(logits, rows), _on(logits, tokens)] = -torch.inf
     best, chosen = logits.max(dim=-1)  # max lets NaN through, and is -inf only when all are
     bad = torch.nonzero(~torch.isfinite(best)).flatten().tolist()
@@ -60,22 +65,33 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenL
     return chosen.tolist(), reports
 
 
-def uniform(seeds: NDArray[np.uint64], output_index: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A number in [0, 1) for each (seed, index), 53 bits of a counter-based hash.
+def uniform(seeds: NDArray[np.uint64], output_index: NDArray[np.int64], like: Tensor) -> Tensor:
+    """Numbers in (0, 1) for each (seed, index) and token: (r, V) as `like`, 52 bits of a counter-based hash.
 
-    SplitMix64 (Steele, Lea and Flood 2014, OOPSLA), its stream entered at the hash of the seed: neighbouring seeds
-    would otherwise walk the same stream a few steps apart.
+    SplitMix64 (Steele, Lea and Flood 2014, OOPSLA): a stream of tokens for each pair, entered at a hash of the index
+    and a hash of the seed, since neighbouring seeds would otherwise walk the same stream a few steps apart.
     """
-    gamma = np.uint64(0x9E3779B97F4A7C15)
-    start = _mix64(np.asarray(seeds, dtype=np.uint64) + gamma)
     count = np.asarray(output_index).astype(np.uint64) + np.uint64(1)
-    bits: NDArray[np.uint64] = _mix64(start + count * gamma) >> np.uint64(11)
-    return bits.astype(np.float64) * 2.0**-53
+    entry = _mix64(_mix64(np.asarray(seeds, dtype=np.uint64) + _GAMMA) + count * _GAMMA)
+    tokens = torch.arange(1, like.shape[1] + 1, device=like.device)
+    x = _on(like, entry.astype(np.int64))[:, None] + tokens * int(_GAMMA.astype(np.int64))
+    for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1])):
+        x = (x ^ _shifted(x, shift)) * int(factor.astype(np.int64))  # int64 wraps around as uint64 does
+    return (_shifted(x ^ _shifted(x, 31), 12).double() + 0.5) * 2.0**-52
+
+
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FACTORS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x >> bits of what is meant as unsigned."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    x = (x ^ (x >> np.uint64(30))) * _FACTORS[0]
+    x = (x ^ (x >> np.uint64(27))) * _FACTORS[1]
     return x ^ (x >> np.uint64(31))
 
 
@@ -98,12 +114,17 @@ def _draw(shifted: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Ten
     some = np.flatnonzero(top_p < 1)
     if len(some):
         _drop_below(weights, _on(shifted, some), _top_p_cut(weights[_on(shifted, some)], top_p[some]))
-    cumulative = weights.cumsum(dim=-1)
-    total = cumulative[:, -1:]
-    point = _on(shifted, uniform(batch.seeds[rows], batch.output_index[rows]))[:, None] * total
-    # Below the total even after rounding, so that the search ends on a token that has weight.
-    point = torch.minimum(point, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, point, right=True).squeeze(1)
+    return torch.cat([_race(part, batch, part_rows) for part, part_rows in _parts(weights, rows)])
+
+
+def _parts(weights: Tensor, rows: NDArray[np.int64]) -> Iterator[tuple[Tensor, NDArray[np.int64]]]:
+    for begin in range(0, len(rows), _RACE_ROWS):
+        yield weights[begin : begin + _RACE_ROWS], rows[begin : begin + _RACE_ROWS]
+
+
+def _race(weights: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
+    """The winner of each row: a token arrives after -log(u) / weight, so it is first as often as its weight says."""
+    return (weights / -uniform(batch.seeds[rows], batch.output_index[rows], weights).log()).argmax(dim=-1)
 
 
 def _drop_below(weights: Tensor, rows: Tensor | slice, cut: Tensor) -> None:

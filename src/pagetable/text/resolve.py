@@ -39,7 +39,10 @@ def resolve_model(name: str | os.PathLike[str]) -> Path:
     text = os.fspath(name)
     if not text or "\0" in text:
         raise ModelError(f"{text!r} is not a model. {_ALLOWED}")
-    path = Path(text).expanduser()
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError as error:  # no such user
+        raise ModelError(f"{text!r} is not a model: {error}. {_ALLOWED}") from error
     if _exists(path):
         return _local(path)
     if isinstance(name, str):
