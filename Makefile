@@ -1,7 +1,7 @@
 # Everything a person does here. `make demo` and `make test` work in a fresh clone; `make help` lists the rest.
 #
-#   TORCH  what to install as torch first. Which build `torch==2.13.0` is depends on the machine and on where pip looks;
-#          TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu' (or .../whl/cu130) settles it.
+#   TORCH  what to install as torch first. Which build `torch==2.13.0` is (CPU, CUDA) depends on the machine and on where
+#          pip looks; TORCH='torch==2.13.0 --index-url ...' with the index of PyTorch's CPU or CUDA builds settles it.
 #   PYTHON the interpreter that makes .venv, 3.11 or newer.
 TORCH  ?= torch==2.13.0
 PYTHON ?= python3

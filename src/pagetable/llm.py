@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -28,40 +28,13 @@ from pagetable.outputs import RequestOutput
 from pagetable.prompts import Messages, Prompt, as_list, is_conversation, one_each, tokens_of
 from pagetable.request import Answer, Request
 from pagetable.text import Tokenizer, load_tokenizer, render_chat, resolve_model
+from pagetable.vllm_options import refuse_options
 
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 1024  # torch does not survive a hundred thousand
 DEFAULT_STEP_TOKENS = {"cpu": 512, "cuda": 8192}
 MAX_DEFAULT_CPU_CACHE = 4 << 30  # bytes; a desktop has other uses for its memory
-
-# Options of vLLM's `LLM` that scripts pass, each with a test of the values at which it means nothing here.
-_HARMLESS_OPTIONS: dict[str, Callable[[Any], bool]] = {
-    "tensor_parallel_size": lambda value: value == 1,
-    "pipeline_parallel_size": lambda value: value == 1,
-    "data_parallel_size": lambda value: value == 1,
-    "enforce_eager": lambda value: isinstance(value, bool),
-    "disable_log_stats": lambda value: isinstance(value, bool),
-    "trust_remote_code": lambda value: isinstance(value, bool),  # no model brings code here
-    "enable_lora": lambda value: value is False,
-    "download_dir": lambda value: value is None,
-    "hf_overrides": lambda value: not value,
-    "generation_config": lambda value: value == "vllm",
-    "limit_mm_per_prompt": lambda value: not value,
-    "tokenizer_revision": lambda value: value is None,
-    "tokenizer": lambda value: value is None,
-    "tokenizer_mode": lambda value: value in ("auto", "hf"),
-    "quantization": lambda value: value is None,
-    "revision": lambda value: value is None,
-    "swap_space": lambda value: isinstance(value, int | float),
-    "cpu_offload_gb": lambda value: value == 0,
-    "kv_cache_dtype": lambda value: value == "auto",
-    "enable_chunked_prefill": lambda value: value in (None, True),
-    "skip_tokenizer_init": lambda value: value is False,
-    "load_format": lambda value: value in ("auto", "safetensors", "gguf"),
-    "task": lambda value: value in (None, "auto", "generate"),
-    "runner": lambda value: value in ("auto", "generate"),
-}
 
 
 class LLM:
@@ -99,7 +72,7 @@ class LLM:
         progress: bool | None = None,
         **vllm_options: Any,
     ) -> None:
-        _refuse_options(vllm_options)
+        refuse_options(vllm_options)
         check_block_size(block_size)
         if threads is not None:
             if not 1 <= threads <= MAX_THREADS:
@@ -140,6 +113,8 @@ class LLM:
         self._lock = threading.RLock()
         self._request_ids = count()
         self._answering: dict[int, tuple[Request, Answer]] = {}  # unfinished, by seq_id
+        self._abandoned: list[Request] = []  # to be ended as soon as nobody is at the books
+        self._busy = False  # somebody is
         logger.info("%r", self)
 
     def __repr__(self) -> str:
@@ -242,7 +217,8 @@ class LLM:
         with self._lock:
             if self._engine is None:
                 return
-            self._abort([request for request, _ in self._answering.values()])
+            self._abandoned += [request for request, _ in self._answering.values()]
+            self._end_abandoned()
             self._engine = None
 
     def __enter__(self) -> Self:
@@ -276,7 +252,7 @@ class LLM:
         stream = self._stream(requests, news, only_finished)
         next(stream)  # into its `try`: from now on, closing or dropping it ends the requests
         try:
-            with self._lock, _deferred_interrupt():
+            with self._bookkeeping():
                 scheduler = self.engine.scheduler
                 requests += [self._request(*given) for given in zip(prompts, params, priorities, strict=True)]
                 for request in requests:
@@ -344,12 +320,14 @@ class LLM:
                 yield from outputs
         finally:  # an error, Ctrl-C, or nobody wants the rest
             with self._lock:
-                self._abort(requests)
+                self._abandoned += requests
+                if not self._busy:  # else the garbage collector has dropped a stream in the middle of bookkeeping
+                    self._end_abandoned()
 
     def _step(self) -> bool:
         """One step of the engine, and its tokens turned into text. False when there was nothing to do."""
         engine = self.engine
-        with _deferred_interrupt():
+        with self._bookkeeping():
             busy = engine.scheduler.has_unfinished
             step, finished = engine.step()
             for seq in {seq.seq_id: seq for seq in (*(step.seqs if step else ()), *finished)}.values():
@@ -375,20 +353,24 @@ class LLM:
         if answer.num_read > num_read or answer.seq.is_finished:
             request.note_news()
 
-    def _abort(self, requests: list[Request]) -> None:
-        """End what is unfinished of these requests."""
-        for seq in [seq for request in requests for seq in request.sequences if not seq.is_finished]:
+    @contextmanager
+    def _bookkeeping(self) -> Iterator[None]:
+        """Hold the lock, and let Ctrl-C and the end of abandoned requests wait until scheduler and table are whole."""
+        with self._lock, _deferred_interrupt():
+            self._busy = True
+            try:
+                yield
+            finally:
+                self._busy = False
+                self._end_abandoned()
+
+    def _end_abandoned(self) -> None:
+        """End what is unfinished of the requests that nobody waits for any more."""
+        for seq in [seq for request in self._abandoned for seq in request.sequences if not seq.is_finished]:
             if self._engine is not None:
                 self._engine.scheduler.abort(seq.seq_id)
             self._answering.pop(seq.seq_id, None)
-
-
-def _refuse_options(options: Mapping[str, Any]) -> None:
-    for name, value in options.items():
-        if name not in _HARMLESS_OPTIONS:
-            raise TypeError(f"LLM() has no option {name!r}")
-        if not _HARMLESS_OPTIONS[name](value):
-            raise ValueError(f"{name}={value!r} is not supported by pagetable; leave it out")
+        self._abandoned.clear()
 
 
 def _cache_bytes(asked: int | str | float | None, device: torch.device, gpu_share: float) -> int:

@@ -139,6 +139,15 @@ def test_a_stream_that_was_never_read_gives_its_blocks_back(whole: LLM):
     assert not whole.engine.scheduler.has_unfinished
 
 
+def test_a_stream_that_is_collected_in_the_middle_of_a_step_is_ended_after_it(whole: LLM):
+    stream = whole.stream("The sky is", SamplingParams(max_tokens=500))
+    next(stream)
+    with whole._bookkeeping():
+        stream.close()
+        assert whole.engine.scheduler.has_unfinished
+    assert not whole.engine.scheduler.has_unfinished
+
+
 def test_ctrl_c_leaves_the_engine_clean(whole: LLM):
     class Interrupted:
         """Ctrl-C arrives in the middle of the third step."""

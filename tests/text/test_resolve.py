@@ -111,14 +111,14 @@ def test_a_cached_model_that_was_cut_short_is_completed(monkeypatch, tmp_path):
 
 def response(status):
     httpx = sys.modules[huggingface_hub.errors.HfHubHTTPError.__mro__[1].__module__.split(".")[0]]
-    return httpx.Response(status, request=httpx.Request("GET", "https://huggingface.co"))
+    return httpx.Response(status, request=httpx.Request("GET", "https://hub.example"))
 
 
 @pytest.mark.parametrize(
     ("error", "status", "advice"),
     [
         ("RepositoryNotFoundError", 404, "no such model.*spelling"),
-        ("GatedRepoError", 403, "gated: accept its terms at https://huggingface.co/org/name"),
+        ("GatedRepoError", 403, "gated: accept its terms on its page"),
         ("RevisionNotFoundError", 404, "not this revision"),
         ("HfHubHTTPError", 503, "could not be reached"),
     ],

@@ -142,7 +142,7 @@ def _refuse(repo: str, revision: str | None, error: Exception) -> NoReturn:
 
     at = f" at revision {revision!r}" if revision else ""
     if isinstance(error, errors.GatedRepoError):  # before RepositoryNotFoundError, which it derives from
-        reason = f"it is gated: accept its terms at https://huggingface.co/{repo}, then run `hf auth login`"
+        reason = "it is gated: accept its terms on its page on the hub, then run `hf auth login`"
     elif isinstance(error, errors.RevisionNotFoundError):
         reason = "the hub has the model, but not this revision"
     elif isinstance(error, errors.RepositoryNotFoundError):
