@@ -45,9 +45,10 @@ lint: $(READY)  ## ruff: faults and format
 types: $(READY)  ## mypy, strict
 	@$(BIN)/mypy
 
-bench: $(READY)  ## cost of the page table and of its scheduler, waste against contiguous reservation
+bench: $(READY)  ## cost of the page table and its scheduler, waste against contiguous reservation, the choices made
 	@$(BIN)/python benchmarks/page_table.py
 	@$(BIN)/python benchmarks/waste.py
+	@$(BIN)/python benchmarks/choices.py
 
 storms: $(READY)  ## 20,000 random storms of requests against a shadow of the KV memory
 	@STORMS=20000 $(BIN)/python -m pytest tests/engine/test_shadow_kv.py

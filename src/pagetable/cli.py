@@ -10,7 +10,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -69,7 +69,7 @@ sampling_options = _options(
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
 verbose_option = click.option("-v", "--verbose", is_flag=True, help="Print the page table's counters at the end.")
 
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
+_SAMPLING = ("n", "max_tokens", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "ignore_eos")
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -88,16 +88,13 @@ def cli() -> None:
 @sampling_options
 @engine_options
 @caching_option
-def generate(
-    prompts: tuple[str, ...], model: str, as_chat: bool, n: int, as_json: bool, verbose: bool, **options: Any
-) -> None:
+def generate(prompts: tuple[str, ...], model: str, as_chat: bool, as_json: bool, verbose: bool, **options: Any) -> None:
     """Continue PROMPTS; without any, each line of the standard input is one."""
     if not prompts and sys.stdin and sys.stdin.isatty():
         click.secho("One prompt a line, Ctrl-D ends:", dim=True, err=True)
     texts = list(prompts) or [line.rstrip("\r\n") for line in sys.stdin or () if line.strip()]
     params, engine_arguments = _split(options)
     with _load(model, engine_arguments) as llm:
-        params = replace(params, n=n)
         outputs = llm.chat([_user(text) for text in texts], params) if as_chat else llm.generate(texts, params)
         for text, output in zip(texts, outputs, strict=True):
             if as_json:
@@ -172,7 +169,7 @@ def info(model: str, memory: str, block_size: int, as_json: bool) -> None:
 
 def _split(options: dict[str, Any]) -> tuple[SamplingParams, dict[str, Any]]:
     """Sampling parameters, and the arguments of LLM that were given."""
-    params = SamplingParams(**{name: options[name] for name in _SAMPLING})
+    params = SamplingParams(**{name: options[name] for name in _SAMPLING if name in options})
     return params, _given({name: value for name, value in options.items() if name not in _SAMPLING})
 
 

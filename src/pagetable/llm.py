@@ -43,7 +43,7 @@ class LLM:
     `model` is a local folder (Hugging Face layout), a `.gguf` file, a hub id or the alias `smollm2`.
     `kv_cache_memory` is bytes, a text like "2GiB", or a share of free memory (0.5); by default half of the machine's,
     at most 4 GiB, or on a GPU `gpu_memory_utilization` (a share of what is free; in vLLM of all there is).
-    `max_num_batched_tokens` bounds a step: 512 on a CPU, where more rows make the products no faster, 8192 on a GPU.
+    `max_num_batched_tokens` bounds a step: 512 on a CPU, where more rows make products hardly faster, 8192 on a GPU.
     `threads` sets torch's threads for the whole process. `events` is called with each event of the page table.
 
     Raises `ModelError` for a model that cannot be used and `ValueError` or `TypeError` for arguments. Several threads

@@ -107,6 +107,7 @@ def test_info_says_what_a_token_costs():
         (("generate", "x", "--temperature", "nan"), "temperature=nan"),
         (("generate", "x", "--max-tokens", "0"), "max_tokens=0"),
         (("generate", "x", "-m", "nowhere"), "nowhere"),
+        (("generate", "x", "-n", "0", "-m", "nowhere"), "n=0"),
         (("generate", "x", "--block-size", "3"), "block_size=3"),
         (("generate", ""), "no tokens"),
         (("info", "nowhere"), "nowhere"),
