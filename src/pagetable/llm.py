@@ -66,6 +66,8 @@ class LLM:
         scheduling_policy: str = "fcfs",
         seed: int = 0,
         threads: int | None = None,
+        kernels: str = "auto",
+        batch_invariant: bool = False,
         chat_template: str | None = None,
         events: EventSink | None = None,
         gpu_memory_utilization: float = 0.9,
@@ -82,7 +84,9 @@ class LLM:
         checkpoint = open_checkpoint(resolve_model(model))
         self.tokenizer: Tokenizer = load_tokenizer(checkpoint)
         with _loading_bar(checkpoint.name, progress) as report:
-            loaded = load_model(checkpoint, dtype=dtype, device=device, progress=report)
+            loaded = load_model(
+                checkpoint, dtype=dtype, device=device, kernels=kernels, threads=threads, progress=report
+            )
         self.config = loaded.config
         self.dtype, self.device = loaded.dtype, loaded.device
         memory = _cache_bytes(kv_cache_memory, self.device, gpu_memory_utilization)

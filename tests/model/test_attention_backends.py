@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from pagetable.model import KVCache, TorchAttention
+from pagetable.model.kernels.attention import PagedAttention
 from pagetable.model.config import ModelConfig
 from tests.model.steps import make_step
 
-BACKENDS = {"torch": TorchAttention}
+BACKENDS = {"torch": TorchAttention, "numba": PagedAttention}
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 HEAD_DIMS, GROUPS, BLOCK_SIZES = (16, 32, 64, 80, 128), (1, 2, 3, 4, 8), (1, 2, 4, 8, 16, 32, 64)

@@ -26,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 BLOCK_SIZE = 4
 
+pytestmark = pytest.mark.parametrize("kernels", ["numba", "torch"])
+
 
 def save(model: LlamaForCausalLM, kind: str, where: Path) -> Path:
     if kind == "folder":
@@ -42,8 +44,9 @@ def save(model: LlamaForCausalLM, kind: str, where: Path) -> Path:
     return write_gguf(model, where / "tiny.gguf", tensors=tensors, metadata=metadata)
 
 
-def make_runner(path: Path, dtype: str = "auto") -> ModelRunner:
-    runner = ModelRunner(load_model(open_checkpoint(path), dtype=dtype), num_blocks=128, block_size=BLOCK_SIZE)
+def make_runner(path: Path, kernels: str, dtype: str = "auto") -> ModelRunner:
+    model = load_model(open_checkpoint(path), dtype=dtype, kernels=kernels, threads=2)
+    runner = ModelRunner(model, num_blocks=128, block_size=BLOCK_SIZE)
     runner.kv_cache.data.fill_(torch.nan)
     return runner
 
@@ -61,9 +64,7 @@ def paged_logits(
         ends = [done[i] + chunks[i][number] for i in live]
         tokens = [sequences[i][done[i] : end] for i, end in zip(live, ends, strict=True)]
         step = make_step([tables[i] for i in live], [done[i] for i in live], tokens, BLOCK_SIZE)
-        runner.attention.plan(step)
-        hidden = runner.model(torch.tensor(step.token_ids), torch.tensor(step.positions), runner.attention)
-        logits = runner.model.logits(hidden).numpy()
+        logits = runner.model.compute(step, runner.attention, np.arange(len(step.token_ids))).numpy().copy()
         for row, (i, end) in enumerate(zip(live, ends, strict=True)):
             parts[i].append(logits[step.query_start[row] : step.query_start[row + 1]])
             done[i] = end
@@ -78,9 +79,9 @@ def whole_logits(model: LlamaForCausalLM, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["folder", "shards", "gguf"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_in_chunks_and_shuffled_blocks_equal_transformers(variant: str, kind: str, tmp_path: Path) -> None:
+def test_logits_in_chunks_and_shuffled_blocks_equal_transformers(kernels: str, variant: str, kind: str, tmp_path: Path) -> None:
     model = tiny_llama(**VARIANTS[variant])
-    runner = make_runner(save(model, kind, tmp_path))
+    runner = make_runner(save(model, kind, tmp_path), kernels)
     rng = np.random.default_rng(7)
     sequences = [rng.integers(0, 160, length).tolist() for length in (50, 1, 23)]
     chunks = [[7, 30, 1, 1, 11], [1], [23]]
@@ -111,9 +112,9 @@ def greedy(runner: ModelRunner, prompts: list[list[int]], count: int, chunk: int
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-def test_greedy_answers_equal_transformers(kind: str, chunk: int, tmp_path: Path) -> None:
+def test_greedy_answers_equal_transformers(kernels: str, kind: str, chunk: int, tmp_path: Path) -> None:
     model = tiny_llama(seed=1)
-    runner = make_runner(save(model, kind, tmp_path))
+    runner = make_runner(save(model, kind, tmp_path), kernels)
     prompts = [np.random.default_rng(5).integers(0, 160, length).tolist() for length in (3, 17, 40)]
     expected = []
     for prompt in prompts:
@@ -125,9 +126,9 @@ def test_greedy_answers_equal_transformers(kind: str, chunk: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["folder", "gguf"])
-def test_bfloat16_runs_and_is_close(kind: str, tmp_path: Path) -> None:
+def test_bfloat16_runs_and_is_close(kernels: str, kind: str, tmp_path: Path) -> None:
     model = tiny_llama(seed=2)
-    runner = make_runner(save(model, kind, tmp_path), dtype="bfloat16")
+    runner = make_runner(save(model, kind, tmp_path), kernels, dtype="bfloat16")
     assert runner.kv_cache.dtype == runner.model.dtype == torch.bfloat16
     tokens = np.random.default_rng(9).integers(0, 160, 30).tolist()
     (logits,) = paged_logits(runner, [tokens], [[10, 1, 19]], seed=0)
@@ -135,10 +136,10 @@ def test_bfloat16_runs_and_is_close(kind: str, tmp_path: Path) -> None:
     assert np.abs(logits - exact).mean() < 0.02 * exact.std()
 
 
-def test_a_checkpoint_in_bfloat16_loads_into_either_type(tmp_path: Path) -> None:
+def test_a_checkpoint_in_bfloat16_loads_into_either_type(kernels: str, tmp_path: Path) -> None:
     model = tiny_llama(seed=3).to(torch.bfloat16)
     checkpoint = open_checkpoint(save_hf(model, tmp_path))
-    wide, narrow = load_model(checkpoint), load_model(checkpoint, dtype="bfloat16")
+    wide, narrow = load_model(checkpoint, kernels="torch"), load_model(checkpoint, dtype="bfloat16", kernels="torch")
     assert wide.config.checkpoint_dtype == "bfloat16"
     assert wide.dtype == torch.float32
     assert torch.equal(narrow.embed_tokens, model.model.embed_tokens.weight)

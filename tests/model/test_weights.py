@@ -19,7 +19,7 @@ SUPPORTED = [TYPES.F32, TYPES.F16, TYPES.BF16, TYPES.Q8_0, TYPES.Q4_0, TYPES.Q4_
 
 
 def loaded(path: Path) -> dict[str, torch.Tensor]:
-    return dict(load_model(open_checkpoint(path)).placements())
+    return {name: place.tensor for name, place in load_model(open_checkpoint(path), kernels="torch").placements()}
 
 
 @pytest.mark.parametrize("kind", SUPPORTED, ids=lambda kind: kind.name)

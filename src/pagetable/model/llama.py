@@ -20,13 +20,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pagetable.model.attention import AttentionBackend
+from pagetable.engine.step import Step
+from pagetable.model.attention import AttentionBackend, TorchAttention
 from pagetable.model.config import ModelConfig
+from pagetable.model.kv_cache import KVCache
 from pagetable.model.rope import rope_table, rotate
+from pagetable.model.weights import Place, TensorPlace
 
 
 class RMSNorm(nn.Module):
@@ -113,6 +118,10 @@ class Llama(nn.Module):
         self.requires_grad_(False)
         self.cos, self.sin = torch.empty(0), torch.empty(0)
 
+    def attention(self, cache: KVCache) -> AttentionBackend:
+        """See `Decoder.attention`."""
+        return TorchAttention(cache)
+
     @property
     def dtype(self) -> torch.dtype:
         """The type of the weights, of the hidden states and of the K/V that the cache must hold."""
@@ -141,8 +150,25 @@ class Llama(nn.Module):
         head = self.embed_tokens if self.lm_head is None else self.lm_head
         return F.linear(self.norm(hidden), head).float()
 
-    def placements(self) -> Iterator[tuple[str, Tensor]]:
+    def compute(self, step: Step, attention: AttentionBackend, wanted: NDArray[np.int64]) -> Tensor:
+        """See `Decoder.compute`."""
+        attention.plan(step)
+        token_ids, positions, rows = (
+            torch.tensor(array, device=self.device) for array in (step.token_ids, step.positions, wanted)
+        )
+        hidden = self(token_ids, positions, attention)
+        return self.logits(hidden[rows]) if len(wanted) else hidden.new_empty((0, self.config.vocab_size))
+
+    def allocate(self, device: torch.device) -> None:
+        """Take memory for the weights of a model made on the meta device."""
+        self.to_empty(device=device)
+
+    def placements(self) -> Iterator[tuple[str, Place]]:
         """Canonical tensor names and where each goes, for `load_weights`."""
+        for name, target in self._targets():
+            yield name, TensorPlace(target)
+
+    def _targets(self) -> Iterator[tuple[str, Tensor]]:
         yield "model.embed_tokens.weight", self.embed_tokens
         yield "model.norm.weight", self.norm.weight
         if self.lm_head is not None:

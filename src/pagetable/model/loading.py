@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 import torch
 
 from pagetable.checkpoint import Checkpoint, ModelError
 from pagetable.model.config import ModelConfig, load_config
 from pagetable.model.llama import Llama
+from pagetable.model.runner import Decoder
 from pagetable.model.weights import Progress, check_weights, load_weights, open_weights
 
-ARCHITECTURES = {"llama": Llama}  # ModelConfig.architecture -> class
+logger = logging.getLogger(__name__)
+
+KERNELS = ("auto", "numba", "torch")
 
 _DTYPES = {"float32": torch.float32, "float": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -19,10 +25,14 @@ def load_model(
     *,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "cpu",
+    kernels: str = "auto",
+    threads: int | None = None,
     progress: Progress | None = None,
-) -> Llama:
+) -> Decoder:
     """Read the model in `checkpoint` onto `device`, ready to run and without gradients.
 
+    `kernels` "numba" is the compiled decoder, for the CPU; "torch" the plain PyTorch one, for any device; "auto" the
+    former where it can be had. `threads` are those of the compiled decoder, by default one a processor core.
     `dtype` "auto" is float32 on the CPU; on a GPU it is the checkpoint's own, or bfloat16 where that is float16 or
     quantised. `progress(done, total)` hears the bytes read. Raises `ModelError` for whatever is not supported.
     """
@@ -30,16 +40,43 @@ def load_model(
     target = resolve_device(device)
     kind = resolve_dtype(dtype, config, target)
     source = open_weights(checkpoint, config)
-    with torch.device("meta"):  # shapes without memory, to be compared first
-        model = ARCHITECTURES[config.architecture](config, kind)
-    check_weights(model, source, tied=config.tie_word_embeddings)
+    model = _make_model(config, kind, resolve_kernels(kernels, target), threads)
+    check_weights(model, source, tied=config.tie_word_embeddings)  # shapes only, before any memory is taken
     try:
-        model = model.to_empty(device=target)
-    except RuntimeError as error:  # torch's out-of-memory errors are RuntimeErrors
+        model.allocate(target)
+    except (RuntimeError, MemoryError) as error:  # torch's out-of-memory errors are RuntimeErrors
         raise ModelError(f"{checkpoint.path} does not fit into the memory of {target}: {error}") from error
     with torch.inference_mode():
         load_weights(model, source, progress)
-    return model.eval()
+    return model
+
+
+def _make_model(config: ModelConfig, dtype: torch.dtype, kernels: str, threads: int | None) -> Any:
+    """A model of `config.architecture` without memory for its weights."""
+    if kernels == "numba":
+        from pagetable.model.kernels.decoder import CompiledLlama
+
+        return CompiledLlama(config, dtype, threads)
+    with torch.device("meta"):
+        return Llama(config, dtype).eval()
+
+
+def resolve_kernels(kernels: str, device: torch.device) -> str:
+    """ "numba" or "torch". Raises `ModelError` for another name, or where the compiled decoder cannot run."""
+    if kernels not in KERNELS:
+        raise ModelError(f"kernels {str(kernels)[:80]!r} are not known: use {', '.join(KERNELS)}")
+    if kernels == "torch" or (kernels == "auto" and device.type != "cpu"):
+        return "torch"
+    if device.type != "cpu":
+        raise ModelError(f"kernels 'numba' are for the CPU, not for {device}: use torch or auto")
+    try:
+        import numba  # noqa: F401
+    except ImportError as error:
+        if kernels == "numba":
+            raise ModelError(f"kernels 'numba' cannot be had: {error}. Install numba, or use kernels='torch'") from error
+        logger.warning("numba cannot be had (%s): computing with plain PyTorch, several times slower", error)
+        return "torch"
+    return "numba"
 
 
 def resolve_dtype(dtype: str | torch.dtype, config: ModelConfig, device: torch.device) -> torch.dtype:

@@ -7,34 +7,63 @@ business, and a runner's only memory from step to step is the cache.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from pagetable.engine.step import Step, StepOutput
-from pagetable.model.attention import AttentionBackend, TorchAttention
+from pagetable.model.attention import AttentionBackend
+from pagetable.model.config import ModelConfig
 from pagetable.model.kv_cache import KVCache
-from pagetable.model.llama import Llama
 from pagetable.model.sampler import LogitsError, sample
+
+
+class Decoder(Protocol):
+    """What a runner asks of a model."""
+
+    config: ModelConfig
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the weights, and of the K and V that the cache must hold."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+
+    def reserve_positions(self, length: int) -> None:
+        """Be ready for positions below `length`."""
+
+    def attention(self, cache: KVCache) -> Any:
+        """The attention back-end that suits this model, for `cache`."""
+
+    def compute(self, step: Step, attention: Any, wanted: NDArray[np.int64]) -> Tensor:
+        """Compute all tokens of `step`; their K and V go into the cache.
+
+        Returns scores over the vocabulary (R, V), float32, after each of the tokens `wanted` (R,).
+        """
 
 
 class ModelRunner:
     """Runs a loaded model over a paged KV cache of `num_blocks` blocks of `block_size` tokens.
 
-    The cache has the model's type and device. `attention` makes the back-end that serves it.
+    The cache has the model's type and device. `attention` makes the back-end that serves it, by default the model's.
     """
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         num_blocks: int,
         block_size: int,
         *,
-        attention: Callable[[KVCache], AttentionBackend] = TorchAttention,
+        attention: Callable[[KVCache], AttentionBackend] | None = None,
     ) -> None:
         self.model = model
         self.kv_cache = KVCache(model.config, num_blocks, block_size, dtype=model.dtype, device=model.device)
-        self.attention = attention(self.kv_cache)
+        self.attention = (attention or model.attention)(self.kv_cache)
         # No sequence can be longer than the cache, however long a context the model was trained for.
         self.max_positions = min(model.config.max_position_embeddings, num_blocks * block_size)
         model.reserve_positions(self.max_positions)
@@ -47,15 +76,10 @@ class ModelRunner:
         `LogitsError` (with the places of the sequences in the batch) when nothing can be chosen.
         """
         self._check(step)
-        device = self.model.device
-        self.attention.plan(step)
-        token_ids, positions = torch.tensor(step.token_ids, device=device), torch.tensor(step.positions, device=device)
-        hidden = self.model(token_ids, positions, self.attention)
         wanted = np.flatnonzero(step.needs_logits)
+        logits = self.model.compute(step, self.attention, step.query_start[wanted + 1].astype(np.int64) - 1)
         if not len(wanted):
             return StepOutput(token_ids=[])
-        last = torch.tensor(step.query_start[wanted + 1].astype(np.int64) - 1, device=device)
-        logits = self.model.logits(hidden[last])
         try:
             tokens, logprobs = sample(logits, step.sampling)
         except LogitsError as error:

@@ -41,15 +41,39 @@ class WeightSource(Protocol):
     def nbytes(self, name: str) -> int:
         """Bytes that the tensor takes in the file."""
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Copy the tensor into `target`, which has its shape, converting to the target's type and device."""
+    def read_into(self, name: str, place: Place) -> None:
+        """Fill `place`, which has the tensor's shape."""
+
+
+class Place(Protocol):
+    """Where a tensor goes in a model's memory, in whatever layout and type that has."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's, not the layout's."""
+
+    def fill(self, begin: int, values: Tensor) -> None:
+        """Write rows `begin`, `begin + 1`, … of the tensor, converting to the type and device of the memory."""
+
+
+class TensorPlace:
+    """A parameter, or rows of a fused one."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self.shape = tuple(tensor.shape)
+
+    def fill(self, begin: int, values: Tensor) -> None:
+        """See `Place.fill`."""
+        target = self.tensor[begin : begin + len(values)]
+        target.copy_(values.view_as(target))
 
 
 class Loadable(Protocol):
     """What a model offers so that it can be filled."""
 
-    def placements(self) -> Iterable[tuple[str, Tensor]]:
-        """Each canonical tensor name and the place for it: a parameter, or rows of a fused one."""
+    def placements(self) -> Iterable[tuple[str, Place]]:
+        """Each canonical tensor name and the place for it."""
 
 
 def open_weights(checkpoint: Checkpoint, config: ModelConfig) -> WeightSource:
@@ -61,7 +85,7 @@ def open_weights(checkpoint: Checkpoint, config: ModelConfig) -> WeightSource:
 
 def check_weights(model: Loadable, source: WeightSource, *, tied: bool) -> None:
     """Raise `ModelError` unless `source` has exactly what `model` needs. The model may be on the meta device."""
-    wanted = {name: tuple(target.shape) for name, target in model.placements()}
+    wanted = {name: place.shape for name, place in model.placements()}
     missing = [name for name in wanted if name not in source.shapes]
     if missing:
         raise ModelError(
@@ -83,8 +107,8 @@ def load_weights(model: Loadable, source: WeightSource, progress: Progress | Non
     places = list(model.placements())
     total = sum(source.nbytes(name) for name, _ in places)
     done = 0
-    for name, target in places:
-        source.read_into(name, target)
+    for name, place in places:
+        source.read_into(name, place)
         done += source.nbytes(name)
         if progress is not None:
             progress(done, total)
@@ -117,10 +141,10 @@ class SafetensorsWeights:
         """Bytes that the tensor takes in the file."""
         return self._nbytes[name]
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Copy the tensor into `target`, converting to its type and device."""
+    def read_into(self, name: str, place: Place) -> None:
+        """See `WeightSource.read_into`."""
         try:
-            target.copy_(self._handles[name].get_tensor(name))
+            place.fill(0, self._handles[name].get_tensor(name))
         except (SafetensorError, OSError) as error:
             raise ModelError(f"{self.where}: {name} cannot be read: {error}") from error
 
@@ -220,17 +244,15 @@ class GGUFWeights:
         """Bytes that the tensor takes in the file."""
         return self._tensors[name].data.nbytes
 
-    def read_into(self, name: str, target: Tensor) -> None:
-        """Copy the tensor into `target`, dequantising a slice of rows at a time."""
+    def read_into(self, name: str, place: Place) -> None:
+        """See `WeightSource.read_into`; dequantises a slice of rows at a time."""
         tensor = self._tensors[name]
         rows = tensor.data.reshape(tensor.shape[0], -1)  # bytes; a quantised block never crosses a row
         heads = self._heads.get(name.split(".")[-2])
         if heads is not None:
             rows = _unpermute(rows, heads)
         for begin in range(0, len(rows), _ROWS_AT_ONCE):
-            end = begin + _ROWS_AT_ONCE
-            values = _decode(rows[begin:end], tensor.type_name)
-            target[begin:end].copy_(values.view_as(target[begin:end]))
+            place.fill(begin, _decode(rows[begin : begin + _ROWS_AT_ONCE], tensor.type_name))
 
 
 def canonical_name(name: str) -> str:

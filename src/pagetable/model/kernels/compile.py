@@ -1,0 +1,71 @@
+"""`@compiled`: Numba with the machine code kept on disk, in a folder that is ours and never stale.
+
+Numba looks only at the file a function stands in to tell whether its code on disk is stale; ours call each other across
+files. So the folder's name is a digest of all their sources, of Numba's version and of the processor's features, and a
+change of any starts an empty one. Numba reads what it finds there as code, so a folder that others may write is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numba
+from llvmlite import binding
+from numba import njit
+
+logger = logging.getLogger(__name__)
+
+
+def compiled(function: Callable[..., Any]) -> Any:
+    """`numba.njit` without the GIL, without exceptions inside, compiled at the first call and kept on disk."""
+    folder = cache_folder()
+    previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder or "")
+    try:
+        return njit(cache=folder is not None, nogil=True, error_model="numpy")(function)
+    finally:
+        numba.config.CACHE_DIR = previous
+
+
+@cache
+def cache_folder() -> Path | None:
+    """Where machine code is kept, made if need be: below PAGETABLE_CACHE_DIR or the user's cache folder.
+
+    None, after a log line, where no folder can be written: then each process compiles for itself.
+    """
+    folder = _base() / f"kernels-{_digest()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        status = folder.stat()
+        if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
+            raise PermissionError(f"{folder} belongs to, or can be written by, someone else")
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is read-only")
+    except OSError as error:
+        logger.warning("compiled kernels are not kept (%s): set PAGETABLE_CACHE_DIR to a folder of yours", error)
+        return None
+    return folder
+
+
+def _base() -> Path:
+    if given := os.environ.get("PAGETABLE_CACHE_DIR"):
+        return Path(given).expanduser().absolute()
+    if sys.platform == "darwin":
+        return Path("~/Library/Caches/pagetable").expanduser()
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA", "~")).expanduser() / "pagetable"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "pagetable"
+
+
+def _digest() -> str:
+    digest = hashlib.sha256(f"{numba.__version__} {sys.version} {binding.get_host_cpu_name()}".encode())
+    digest.update(binding.get_host_cpu_features().flatten().encode())
+    for source in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(source.read_bytes())
+    return digest.hexdigest()[:16]

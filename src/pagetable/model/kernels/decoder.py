@@ -1,0 +1,354 @@
+"""The Llama decoder of `model/llama.py` as one compiled function a step: the same mathematics, the CPU's way.
+
+All threads of a team walk through the layers together; within a phase they share the work, between phases they meet at
+a barrier. Nothing is allocated, no Python runs, and every number depends on its own sequence only, so an answer is the
+same to the bit whatever was cached and whoever else is in the batch.
+
+    phase of a layer        what                                        unit of work
+    norm                    normed = rms_norm(x)                        a token
+    qkv                     qkv = normed @ Wqkv                         a panel of 2 registers' width (kernels/linear.py)
+    place                   turn q and k by position, K and V to slots  a token
+    attend, join            out = attention                             queries x head x partition (kernels/attention.py)
+    o                       x += out @ Wo                               a panel
+    norm                    normed = rms_norm(x)                        a token
+    gate_up                 hidden = silu(gate) * up                    a panel of each
+    down                    x += hidden @ Wdown                         a panel
+
+Weights may be bfloat16: they are widened on the way into a register, and all arithmetic is float32. That halves the
+memory read and asks nothing of the processor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pagetable.engine.step import Step
+from pagetable.model.config import ModelConfig
+from pagetable.model.kernels.attention import PagedAttention, attend_units, join_partials
+from pagetable.model.kernels.compile import compiled
+from pagetable.model.kernels.linear import PackedRows, as_numpy, embed, empty, multiply, multiply_gated, padded
+from pagetable.model.kernels.team import Team, barrier, claim, default_threads
+from pagetable.model.kernels.vectors import (
+    ADD,
+    LANES,
+    STORE,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    first_lanes,
+    fma,
+    load,
+    put,
+    splat,
+    store,
+    sum_of,
+)
+from pagetable.model.kv_cache import KVCache
+from pagetable.model.rope import rope_table
+from pagetable.model.weights import Place, TensorPlace
+
+_ZERO, _ONE = np.float32(0), np.float32(1)
+
+
+class Weights(NamedTuple):
+    """All layers' weights; matrices packed into panels (layers, panels, inputs, TILE_COLUMNS), biases maybe empty."""
+
+    embed: Any  # (panels, E, TILE_COLUMNS)
+    head: Any  # the same array when tied
+    norms: Any  # (layers, 2, E)
+    final_norm: Any  # (E,)
+    qkv: Any
+    qkv_bias: Any  # (layers, outputs)
+    o: Any
+    o_bias: Any
+    gate_up: Any  # panels of gate and up take turns
+    gate_up_bias: Any
+    down: Any
+    down_bias: Any
+
+
+class Sizes(NamedTuple):
+    """The model's numbers that kernels need; rows of a batch's arrays are padded to whole panels."""
+
+    layers: int
+    hidden: int
+    inner: int
+    group: int
+    kv_heads: int
+    head_dim: int
+    block_size: int
+    eps: float
+
+
+class Batch(NamedTuple):
+    """One step, as arrays, and the room in which it is computed."""
+
+    token_ids: Any
+    wanted: Any  # tokens whose logits are asked for
+    positions: Any
+    slots: Any
+    tables: Any
+    members: Any
+    units: Any
+    partials: Any
+    split_tokens: Any
+    partial_results: Any
+    x: Any  # flat, each row padded
+    normed: Any
+    qkv: Any
+    out: Any
+    hidden: Any
+    logits: Any
+
+
+# Phases of a layer, and before and after the layers: each has a counter of claimed work.
+_NORM, _QKV, _PLACE, _ATTEND, _JOIN, _O, _NORM_2, _GATE_UP, _DOWN, _PHASES = range(10)
+_EMBED, _FINAL_NORM, _HEAD, _OUTSIDE = range(4)
+
+
+@compiled
+def run_step(thread, threads, sync, counters, batch, weights, sizes, cache, cos, sin, scratch):
+    """All of a step: embed, layers, and the logits that are wanted. `cache` is (layers, 2, numbers)."""
+    tokens = batch.token_ids.size
+    wide = row_size(sizes.hidden)
+    heads = sizes.group * sizes.kv_heads
+    qkv_row, out_row, inner_row = row_size((heads + 2 * sizes.kv_heads) * sizes.head_dim), heads * sizes.head_dim, 0
+    inner_row = row_size(sizes.inner)
+    outside = sizes.layers * _PHASES
+    mine = scratch[thread]
+    embed(counters, outside + _EMBED, weights.embed, batch.token_ids, batch.x, wide, sizes.hidden)
+    barrier(sync, threads)
+    for layer in range(sizes.layers):
+        phase = layer * _PHASES
+        norm_rows(counters, phase + _NORM, tokens, batch.x, wide, weights.norms[layer, 0], sizes.eps, batch.normed)
+        barrier(sync, threads)
+        multiply(
+            counters, phase + _QKV, threads, tokens, batch.normed, wide, weights.qkv[layer], weights.qkv_bias[layer],
+            batch.qkv, qkv_row, STORE,
+        )  # fmt: skip
+        barrier(sync, threads)
+        place_rows(
+            counters, phase + _PLACE, batch.qkv, qkv_row, heads, sizes.kv_heads, sizes.head_dim, batch.positions,
+            cos, sin, batch.slots, cache[layer, 0], cache[layer, 1],
+        )  # fmt: skip
+        barrier(sync, threads)
+        attend_units(
+            counters, phase + _ATTEND, batch.qkv, qkv_row, cache[layer, 0], cache[layer, 1], batch.out, out_row,
+            sizes.group, sizes.kv_heads, sizes.head_dim, sizes.block_size, batch.positions, batch.tables,
+            batch.members, batch.units, batch.partials, batch.partial_results, mine,
+        )  # fmt: skip
+        barrier(sync, threads)
+        if batch.split_tokens.size:
+            join_partials(
+                counters, phase + _JOIN, batch.out, out_row, heads, sizes.head_dim, batch.positions,
+                batch.split_tokens, batch.partials, batch.partial_results, mine,
+            )  # fmt: skip
+            barrier(sync, threads)
+        multiply(
+            counters, phase + _O, threads, tokens, batch.out, out_row, weights.o[layer], weights.o_bias[layer],
+            batch.x, wide, ADD,
+        )  # fmt: skip
+        barrier(sync, threads)
+        norm_rows(counters, phase + _NORM_2, tokens, batch.x, wide, weights.norms[layer, 1], sizes.eps, batch.normed)
+        barrier(sync, threads)
+        multiply_gated(
+            counters, phase + _GATE_UP, threads, tokens, batch.normed, wide, weights.gate_up[layer],
+            weights.gate_up_bias[layer], batch.hidden, inner_row, mine,
+        )  # fmt: skip
+        barrier(sync, threads)
+        multiply(
+            counters, phase + _DOWN, threads, tokens, batch.hidden, inner_row, weights.down[layer],
+            weights.down_bias[layer], batch.x, wide, ADD,
+        )  # fmt: skip
+        barrier(sync, threads)
+    if not batch.wanted.size:
+        return
+    if thread == 0:  # few rows, and they must not be overwritten before they are read
+        for row in range(batch.wanted.size):
+            norm_row(batch.x, batch.wanted[row] * wide, weights.final_norm, sizes.eps, batch.normed, row * wide)
+    barrier(sync, threads)
+    multiply(
+        counters, outside + _HEAD, threads, batch.wanted.size, batch.normed, wide, weights.head, batch.logits[:0],
+        batch.logits, weights.head.shape[0] * TILE_COLUMNS, STORE,
+    )  # fmt: skip
+    barrier(sync, threads)
+
+
+@compiled
+def row_size(size):
+    """`padded` for compiled code."""
+    return (size + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+
+
+@compiled
+def norm_rows(counters, phase, rows, x, x_row, weight, eps, normed):
+    """normed = x / rms(x) * weight (see `RMSNorm`)."""
+    while True:
+        row = claim(counters, phase, 1)
+        if row >= rows:
+            break
+        norm_row(x, row * x_row, weight, eps, normed, row * x_row)
+
+
+@compiled
+def norm_row(x, at, weight, eps, normed, place):
+    """One row of `norm_rows`."""
+    squares = splat(_ZERO)
+    for i in range(0, weight.size, LANES):
+        value = first_lanes(weight.size - i, load(x, at + i), splat(_ZERO))
+        squares = fma(value, value, squares)
+    scale = np.float32(_ONE / np.sqrt(sum_of(squares) / np.float32(weight.size) + np.float32(eps)))
+    for i in range(weight.size):
+        normed[place + i] = x[at + i] * scale * weight[i]
+
+
+@compiled
+def place_rows(
+    counters, phase, qkv, qkv_row, heads, kv_heads, head_dim, positions, cos, sin, slots, keys, values
+):
+    """Turn q and k of each token by its position (see `rotate`), and store k and v in the token's slot."""
+    half = head_dim // 2
+    size = kv_heads * head_dim
+    while True:
+        t = claim(counters, phase, 1)
+        if t >= slots.size:
+            break
+        at, angle = t * qkv_row, positions[t]
+        for head in range(heads + kv_heads):
+            first = at + head * head_dim
+            for i in range(half):
+                c, s = cos[angle, i], sin[angle, i]
+                x, y = qkv[first + i], qkv[first + half + i]
+                qkv[first + i] = x * c - y * s
+                qkv[first + half + i] = y * c + x * s
+        k, slot = at + heads * head_dim, slots[t] * size
+        for i in range(size):
+            put(keys, slot + i, qkv[k + i])
+            put(values, slot + i, qkv[k + size + i])
+
+
+class CompiledLlama:
+    """A Llama on the CPU. Its weights hold no memory before `allocate`, no values before they are loaded."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, threads: int | None = None) -> None:
+        self.config, self.dtype = config, dtype
+        self.device = torch.device("cpu")
+        self.team = Team(threads or default_threads())
+        self.cos, self.sin = np.empty((0, 0), np.float32), np.empty((0, 0), np.float32)
+        self.weights: Weights | None = None
+        self._counters = np.zeros(config.num_layers * _PHASES + _OUTSIDE, np.int64)
+        self._room: dict[str, np.ndarray] = {}
+
+    def attention(self, cache: KVCache) -> PagedAttention:
+        """The back-end that this model attends with."""
+        return PagedAttention(cache, self.team)
+
+    def reserve_positions(self, length: int) -> None:
+        """Prepare the rotary table for positions below `length`."""
+        if len(self.cos) < length:
+            self.cos, self.sin = (table.numpy() for table in rope_table(self.config, length, self.device))
+
+    def allocate(self, device: torch.device) -> None:
+        """Take memory for the weights."""
+        c = self.config
+        qkv = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim
+        vocabulary, inner = padded(c.vocab_size), padded(c.intermediate_size)
+
+        def matrix(outputs: int, inputs: int) -> np.ndarray:
+            return empty((c.num_layers, padded(outputs) // TILE_COLUMNS, inputs, TILE_COLUMNS), self.dtype)
+
+        def biases(outputs: int, wanted: bool) -> np.ndarray:
+            return np.zeros((c.num_layers, padded(outputs) if wanted else 0), np.float32)
+
+        words = empty((vocabulary // TILE_COLUMNS, c.hidden_size, TILE_COLUMNS), self.dtype)
+        self.weights = Weights(
+            embed=words,
+            head=words if c.tie_word_embeddings else empty(words.shape, self.dtype),
+            norms=np.empty((c.num_layers, 2, c.hidden_size), np.float32),
+            final_norm=np.empty(c.hidden_size, np.float32),
+            qkv=matrix(qkv, c.hidden_size),
+            qkv_bias=biases(qkv, c.attention_bias),
+            o=matrix(c.hidden_size, c.num_heads * c.head_dim),
+            o_bias=biases(c.hidden_size, c.attention_bias),
+            gate_up=matrix(2 * inner, c.hidden_size),
+            gate_up_bias=biases(2 * inner, c.mlp_bias),
+            down=matrix(c.hidden_size, c.intermediate_size),
+            down_bias=biases(c.hidden_size, c.mlp_bias),
+        )
+        for panels in (self.weights.qkv, self.weights.o, self.weights.gate_up, self.weights.down):
+            panels[:, -2:] = 0  # columns past the last output are computed, too, and must be numbers
+        self.weights.embed[-1] = self.weights.head[-1] = 0
+
+    @torch.inference_mode()
+    def compute(self, step: Step, attention: PagedAttention, wanted: np.ndarray) -> Tensor:
+        """See `Decoder.compute`. The result is overwritten by the next call."""
+        assert self.weights is not None
+        c = self.config
+        attention.plan(step)
+        plan = attention.prepare(c.num_heads)
+        tokens, heads = len(step.token_ids), c.num_heads
+        logits = self._array("logits", len(wanted) * padded(c.vocab_size))
+        batch = Batch(
+            np.array(step.token_ids), np.array(wanted, np.int64), plan.positions, plan.slots, plan.tables, plan.members, plan.units, plan.partials,
+            plan.split_tokens, attention.partial_results,
+            self._array("x", tokens * padded(c.hidden_size)),
+            self._array("normed", tokens * padded(c.hidden_size)),
+            self._array("qkv", tokens * padded((heads + 2 * c.num_kv_heads) * c.head_dim)),
+            self._array("out", tokens * heads * c.head_dim),
+            self._array("hidden", tokens * padded(c.intermediate_size)),
+            logits,
+        )  # fmt: skip
+        sizes = Sizes(
+            c.num_layers, c.hidden_size, c.intermediate_size, heads // c.num_kv_heads, c.num_kv_heads, c.head_dim,
+            attention.cache.block_size, c.rms_norm_eps,
+        )  # fmt: skip
+        self.team.run(
+            run_step, self._counters, batch, self.weights, sizes, attention.layers, self.cos, self.sin,
+            attention.scratch,
+        )  # fmt: skip
+        row = padded(c.vocab_size)
+        return torch.from_numpy(logits[: len(wanted) * row].reshape(len(wanted), row)[:, : c.vocab_size])
+
+    def _array(self, name: str, size: int) -> np.ndarray:
+        """Room for intermediate results, kept from step to step, and larger when a step needs more."""
+        if name not in self._room or len(self._room[name]) < size:
+            self._room[name] = np.empty(size, np.float32)
+        return self._room[name]
+
+    def placements(self) -> Iterator[tuple[str, Place]]:
+        """Canonical tensor names and where each goes, for `load_weights`. Before `allocate`, shapes only."""
+        c, w = self.config, self.weights
+        words = (c.vocab_size, c.hidden_size)
+        yield "model.embed_tokens.weight", PackedRows(w and w.embed, 0, words)
+        yield "model.norm.weight", _vector(w and w.final_norm, c.hidden_size)
+        if not c.tie_word_embeddings:
+            yield "lm_head.weight", PackedRows(w and w.head, 0, words)
+        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        qkv = [("self_attn.q_proj", 0, q), ("self_attn.k_proj", q, kv), ("self_attn.v_proj", q + kv, kv)]
+        for layer in range(c.num_layers):
+            name = f"model.layers.{layer}."
+            norms = (None, None) if w is None else w.norms[layer]
+            yield name + "input_layernorm.weight", _vector(norms[0], c.hidden_size)
+            yield name + "post_attention_layernorm.weight", _vector(norms[1], c.hidden_size)
+            for part, first, rows in qkv:
+                yield from _matrix(name + part, w and w.qkv, w and w.qkv_bias, layer, first, (rows, c.hidden_size), c.attention_bias)
+            yield from _matrix(name + "self_attn.o_proj", w and w.o, w and w.o_bias, layer, 0, (c.hidden_size, q), c.attention_bias)
+            for turn, part in enumerate(("mlp.gate_proj", "mlp.up_proj")):
+                yield from _matrix(name + part, w and w.gate_up, w and w.gate_up_bias, layer, 0, (c.intermediate_size, c.hidden_size), c.mlp_bias, (2, turn))
+            yield from _matrix(name + "mlp.down_proj", w and w.down, w and w.down_bias, layer, 0, (c.hidden_size, c.intermediate_size), c.mlp_bias)
+
+
+def _vector(array: np.ndarray | None, size: int) -> Place:
+    return TensorPlace(torch.empty(size, device="meta") if array is None else torch.from_numpy(array))
+
+
+def _matrix(name, panels, bias, layer, first, shape, has_bias, turns=(1, 0)):
+    """The places of a matrix and of its bias, which is a matrix of one input."""
+    yield name + ".weight", PackedRows(None if panels is None else panels[layer], first, shape, *turns)
+    if has_bias:
+        one_input = None if bias is None else bias[layer].reshape(-1, 1, TILE_COLUMNS)
+        yield name + ".bias", PackedRows(one_input, first, shape[:1], *turns)
