@@ -44,7 +44,11 @@ class LLM:
     `kv_cache_memory` is bytes, a text like "2GiB", or a share of free memory (0.5); by default half of the machine's,
     at most 4 GiB, or on a GPU `gpu_memory_utilization` (a share of what is free; in vLLM of all there is).
     `max_num_batched_tokens` bounds a step: 512 on a CPU, where more rows make products hardly faster, 8192 on a GPU.
-    `threads` sets torch's threads for the whole process. `events` is called with each event of the page table.
+    `kernels` "auto" is the compiled decoder on a CPU and plain PyTorch on a GPU; "torch" is PyTorch everywhere.
+    `threads` compute, by default one a processor core that the process may use; PyTorch gets as many.
+    `batch_invariant=True` insists on logits that are the same to the bit whatever was cached and whoever else is in
+    the batch. The compiled decoder is so always, and at no cost; what is not is refused.
+    `events` is called with each event of the page table.
 
     Raises `ModelError` for a model that cannot be used and `ValueError` or `TypeError` for arguments. Several threads
     may share one LLM: their requests are computed in the same steps.
@@ -87,12 +91,18 @@ class LLM:
             loaded = load_model(
                 checkpoint, dtype=dtype, device=device, kernels=kernels, threads=threads, progress=report
             )
+        if batch_invariant and not loaded.batch_invariant:
+            raise ModelError(
+                f"batch_invariant=True: plain PyTorch on {loaded.device} has not been shown to be. Use kernels='numba' "
+                "on a CPU, or leave batch_invariant out"
+            )
         self.config = loaded.config
         self.dtype, self.device = loaded.dtype, loaded.device
         memory = _cache_bytes(kv_cache_memory, self.device, gpu_memory_utilization)
         num_blocks = num_blocks_for(self.config, memory, block_size, self.dtype)
         self.max_model_len = self._model_len(max_model_len, num_blocks * block_size)
         runner = ModelRunner(loaded, num_blocks, block_size)  # first, because it fails where memory cannot be had
+        runner.warm_up()
         self.block_manager = BlockManager(  # the page table, to look at
             num_blocks,
             block_size,

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pagetable.model import KVCache, TorchAttention
-from pagetable.model.kernels.attention import PagedAttention
 from pagetable.model.config import ModelConfig
+from pagetable.model.kernels.attention import PagedAttention
 from tests.model.steps import make_step
 
 BACKENDS = {"torch": TorchAttention, "numba": PagedAttention}

@@ -79,7 +79,9 @@ def whole_logits(model: LlamaForCausalLM, tokens: list[int]) -> np.ndarray:
 
 @pytest.mark.parametrize("kind", ["folder", "shards", "gguf"])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logits_in_chunks_and_shuffled_blocks_equal_transformers(kernels: str, variant: str, kind: str, tmp_path: Path) -> None:
+def test_logits_in_chunks_and_shuffled_blocks_equal_transformers(
+    kernels: str, variant: str, kind: str, tmp_path: Path
+) -> None:
     model = tiny_llama(**VARIANTS[variant])
     runner = make_runner(save(model, kind, tmp_path), kernels)
     rng = np.random.default_rng(7)

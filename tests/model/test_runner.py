@@ -20,28 +20,38 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_hf(tiny_llama(), tmp_path_factory.mktemp("model"))
 
 
+@pytest.fixture(params=["numba", "torch"])
+def runner(folder: Path, request: pytest.FixtureRequest) -> ModelRunner:
+    return ModelRunner(load_model(open_checkpoint(folder), kernels=request.param), num_blocks=8, block_size=4)
+
+
 @pytest.fixture
-def runner(folder: Path) -> ModelRunner:
-    return ModelRunner(load_model(open_checkpoint(folder)), num_blocks=8, block_size=4)
+def torch_runner(folder: Path) -> ModelRunner:
+    return ModelRunner(load_model(open_checkpoint(folder), kernels="torch"), num_blocks=8, block_size=4)
 
 
-def test_a_step_without_logits_skips_the_head(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_without_logits_skips_the_head(torch_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Llama, "logits", lambda *_: pytest.fail("the head was computed"))
+    step = make_step([[0, 1]], [0], [[1, 2, 3, 4, 5]], 4, needs_logits=[False])
+    assert torch_runner.execute(step) == StepOutput(token_ids=[])
+
+
+def test_a_step_without_logits_returns_nothing(runner: ModelRunner) -> None:
     step = make_step([[0, 1]], [0], [[1, 2, 3, 4, 5]], 4, needs_logits=[False])
     assert runner.execute(step) == StepOutput(token_ids=[])
 
 
-def test_only_rows_that_need_logits_reach_the_head(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_rows_that_need_logits_reach_the_head(torch_runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = []
     inner = Llama.logits
     monkeypatch.setattr(Llama, "logits", lambda self, hidden: rows.append(len(hidden)) or inner(self, hidden))
     step = make_step([[0], [1], [2]], [0, 0, 0], [[1, 2], [3], [4, 5, 6]], 4, needs_logits=[True, False, True])
-    assert len(runner.execute(step).token_ids) == 2
+    assert len(torch_runner.execute(step).token_ids) == 2
     assert rows == [2]
 
 
-def test_what_a_step_returns_does_not_track_gradients(runner: ModelRunner) -> None:
-    assert not any(parameter.requires_grad for parameter in runner.model.parameters())
+def test_what_a_step_returns_does_not_track_gradients(torch_runner: ModelRunner) -> None:
+    assert not any(parameter.requires_grad for parameter in torch_runner.model.parameters())
 
 
 def test_logprobs_come_for_the_rows_that_ask(runner: ModelRunner) -> None:
@@ -56,7 +66,8 @@ def test_logprobs_come_for_the_rows_that_ask(runner: ModelRunner) -> None:
 
 def test_nan_names_the_sequence_and_spares_no_silent_answer(runner: ModelRunner) -> None:
     with torch.inference_mode():
-        runner.model.embed_tokens[7] = torch.nan
+        embedding = dict(runner.model.placements())["model.embed_tokens.weight"]
+        embedding.fill(7, torch.full((1, embedding.shape[1]), torch.nan))
     step = make_step([[0], [1], [2]], [0, 0, 0], [[1], [2], [7]], 4, needs_logits=[False, True, True])
     with pytest.raises(LogitsError, match=r"rows \[2\]") as caught:
         runner.execute(step)
@@ -89,7 +100,8 @@ def test_a_failed_step_leaves_the_runner_usable(runner: ModelRunner) -> None:
 
 def test_progress_hears_every_byte_once(folder: Path) -> None:
     heard: list[tuple[int, int]] = []
-    model = load_model(open_checkpoint(folder), progress=lambda done, total: heard.append((done, total)))
+    hear = lambda done, total: heard.append((done, total))  # noqa: E731
+    model = load_model(open_checkpoint(folder), kernels="torch", progress=hear)
     size = sum(parameter.nbytes for parameter in model.parameters())
     assert heard[-1] == (size, size)
     assert heard == sorted(set(heard))
@@ -139,14 +151,14 @@ def test_other_devices_are_refused_by_name(folder: Path, device: str) -> None:
 
 
 def test_positions_end_where_the_cache_or_the_model_does(folder: Path) -> None:
-    model = load_model(open_checkpoint(folder))
+    model = load_model(open_checkpoint(folder), kernels="torch")
     assert ModelRunner(model, 8, 4).max_positions == 32
     assert ModelRunner(model, 1000, 4).max_positions == 256
     assert model.cos.shape == (256, 8)
 
 
 def test_the_rotary_table_is_the_same_whatever_its_length(folder: Path) -> None:
-    model = load_model(open_checkpoint(folder))
+    model = load_model(open_checkpoint(folder), kernels="torch")
     model.reserve_positions(10)
     short = model.cos.clone()
     model.reserve_positions(200)

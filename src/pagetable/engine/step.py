@@ -37,6 +37,22 @@ class SamplingBatch:
     def __len__(self) -> int:
         return len(self.temperature)
 
+    @classmethod
+    def greedy(cls, rows: int) -> SamplingBatch:
+        """`rows` rows that take the likeliest token."""
+        integers, none = np.zeros(rows, np.int32), np.zeros(0, np.int32)
+        return cls(
+            temperature=np.zeros(rows, np.float32),
+            top_k=integers,
+            top_p=np.ones(rows, np.float32),
+            min_p=np.zeros(rows, np.float32),
+            seeds=np.zeros(rows, np.uint64),
+            output_index=np.zeros(rows, np.int64),
+            num_logprobs=np.full(rows, -1, np.int32),
+            banned_rows=none,
+            banned_token_ids=none,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Step:

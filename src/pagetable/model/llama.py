@@ -102,10 +102,13 @@ class DecoderLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """The whole model. Its parameters hold no values until `load_weights`, its rotary table until `reserve_positions`.
+    """The whole model in plain PyTorch, on any device: the reference, and the way to a GPU.
 
+    Its parameters hold no values until `load_weights`, its rotary table until `reserve_positions`.
     Make it under `torch.device("meta")` to learn its shapes without taking memory.
     """
+
+    batch_invariant = False  # how PyTorch multiplies depends on the number of rows
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()

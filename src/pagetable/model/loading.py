@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Protocol
 
 import torch
 
@@ -11,9 +11,17 @@ from pagetable.checkpoint import Checkpoint, ModelError
 from pagetable.model.config import ModelConfig, load_config
 from pagetable.model.llama import Llama
 from pagetable.model.runner import Decoder
-from pagetable.model.weights import Progress, check_weights, load_weights, open_weights
+from pagetable.model.weights import Loadable, Progress, check_weights, load_weights, open_weights
 
 logger = logging.getLogger(__name__)
+
+
+class LoadableDecoder(Decoder, Loadable, Protocol):
+    """A model before it has weights."""
+
+    def allocate(self, device: torch.device) -> None:
+        """Take memory for the weights."""
+
 
 KERNELS = ("auto", "numba", "torch")
 
@@ -51,7 +59,7 @@ def load_model(
     return model
 
 
-def _make_model(config: ModelConfig, dtype: torch.dtype, kernels: str, threads: int | None) -> Any:
+def _make_model(config: ModelConfig, dtype: torch.dtype, kernels: str, threads: int | None) -> LoadableDecoder:
     """A model of `config.architecture` without memory for its weights."""
     if kernels == "numba":
         from pagetable.model.kernels.decoder import CompiledLlama
@@ -73,7 +81,7 @@ def resolve_kernels(kernels: str, device: torch.device) -> str:
         import numba  # noqa: F401
     except ImportError as error:
         if kernels == "numba":
-            raise ModelError(f"kernels 'numba' cannot be had: {error}. Install numba, or use kernels='torch'") from error
+            raise ModelError(f"kernels 'numba' cannot be had: {error}; install numba or use 'torch'") from error
         logger.warning("numba cannot be had (%s): computing with plain PyTorch, several times slower", error)
         return "torch"
     return "numba"

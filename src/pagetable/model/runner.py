@@ -6,7 +6,8 @@ business, and a runner's only memory from step to step is the cache.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagetable.engine.step import Step, StepOutput
+from pagetable.engine.step import SamplingBatch, Step, StepOutput
 from pagetable.model.attention import AttentionBackend
 from pagetable.model.config import ModelConfig
 from pagetable.model.kv_cache import KVCache
@@ -25,6 +26,7 @@ class Decoder(Protocol):
     """What a runner asks of a model."""
 
     config: ModelConfig
+    batch_invariant: bool  # a token's logits are the same to the bit, whatever batch or chunk it is computed in
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,6 +70,25 @@ class ModelRunner:
         self.max_positions = min(model.config.max_position_embeddings, num_blocks * block_size)
         model.reserve_positions(self.max_positions)
 
+    def warm_up(self) -> None:
+        """Compute one token, and so compile what is compiled at its first use. Spoils slot 0: before anything else."""
+        one = np.ones(1, np.int32)
+        zero = np.zeros(1, np.int32)
+        self.execute(
+            Step(
+                seqs=(),
+                num_scheduled_tokens=one,
+                needs_logits=np.zeros(1, np.bool_),
+                context_lens=one,
+                token_ids=zero,
+                positions=zero,
+                slot_mapping=zero.astype(np.int64),
+                block_tables=zero[None],
+                query_start=np.array([0, 1], np.int32),
+                sampling=SamplingBatch.greedy(0),
+            )
+        )
+
     @torch.inference_mode()
     def execute(self, step: Step) -> StepOutput:
         """Compute `step`: K and V of all its tokens go into the cache, one token comes out per row that needs logits.
@@ -81,7 +102,8 @@ class ModelRunner:
         if not len(wanted):
             return StepOutput(token_ids=[])
         try:
-            tokens, logprobs = sample(logits, step.sampling)
+            with _one_thread():
+                tokens, logprobs = sample(logits, step.sampling)
         except LogitsError as error:
             raise LogitsError(wanted[error.rows].tolist()) from error
         return StepOutput(token_ids=tokens, logprobs=logprobs)
@@ -98,3 +120,14 @@ class ModelRunner:
             if len(array) == 0 or array.min() < 0 or array.max() >= limit:
                 given = f"{array.min()} to {array.max()}" if len(array) else "none"
                 raise ValueError(f"step has {name} from {given}; this model and cache allow 0 to {limit - 1}")
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep PyTorch's thread pool out: its threads spin for a while after their work, on cores that the model needs."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

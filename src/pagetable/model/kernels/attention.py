@@ -16,266 +16,242 @@ and values are then two products of the kind that `multiply_tile` computes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pagetable.engine.step import Step
 from pagetable.model.kernels.compile import compiled
-from pagetable.model.kernels.linear import as_numpy, padded, tile_height
+from pagetable.model.kernels.linear import as_numpy, copy, empty, padded, row_size, tile_height
+from pagetable.model.kernels.plan import (
+    BEGIN,
+    END,
+    END_PART,
+    FIRST_PART,
+    PARTITION,
+    SPLIT,
+    TABLE,
+    UNIT_ROWS,
+    AttentionPlan,
+    plan_attention,
+)
 from pagetable.model.kernels.team import Team, barrier, claim
+from pagetable.model.kernels.tiles import CHAIN, STORE, multiply_tile, transpose_square
 from pagetable.model.kernels.vectors import (
     LANES,
-    STORE,
     TILE_COLUMNS,
     TILE_ROWS,
     exp,
-    fma,
     first_lanes,
+    fma,
     larger,
     largest_of,
     load,
-    multiply_tile,
-    prefetch,
-    put,
     splat,
     store,
     sum_of,
-    transpose_square,
     widen,
 )
 from pagetable.model.kv_cache import KVCache
 
-PARTITION = 256  # positions; a multiple of TILE_COLUMNS and a power of two
-_UNIT_ROWS = 8 * TILE_ROWS  # queries times heads of a group that a unit holds in cache memory
 _MINUS_INFINITY, _ZERO = np.float32(-np.inf), np.float32(0)
-
-# Fields of a unit of work.
-_BEGIN, _END, _TABLE, _FIRST_PART, _END_PART, _SPLIT = range(6)
-
-
-@dataclass(slots=True)
-class AttentionPlan:
-    """Who attends to what in one step, for all layers."""
-
-    positions: NDArray[np.int32]  # (T,)
-    slots: NDArray[np.int64]  # (T,) where the token's own K and V go
-    tables: NDArray[np.int32]  # (B, longest)
-    members: NDArray[np.int64]  # tokens, unit after unit
-    units: NDArray[np.int64]  # (U, 6): members from, to; row of `tables`; partitions from, to; 1 if results are partial
-    partials: NDArray[np.int64]  # (T,) where a token's first partial result is kept, -1 for none
-    split_tokens: NDArray[np.int64]  # those that have partial results, to be joined
-    num_partials: int
-
-
-def plan_attention(step: Step, group: int, kv_heads: int, block_size: int, threads: int) -> AttentionPlan:
-    """Cut a step's attention into units.
-
-    A lone query is always split into its partitions, which may be shared; a piece of a prompt is, when there would be
-    too few units for the threads. Whether it is cannot be seen in the result.
-    """
-    capacity = max(1, _UNIT_ROWS // group)
-    counts = step.num_scheduled_tokens
-    plan = _Units(capacity, len(step.token_ids))
-    lone = np.flatnonzero(counts == 1)
-    plan.add_lone(lone, step.query_start[lone].astype(np.int64), step.context_lens[lone], step.block_tables, block_size)
-    chunks = np.flatnonzero(counts > 1)
-    pieces = int((-(-counts[chunks] // capacity)).sum())
-    split = 0 < (pieces + len(plan.units)) * kv_heads < 4 * threads
-    for row in chunks.tolist():
-        begin, end = int(step.query_start[row]), int(step.query_start[row + 1])
-        first_position = int(step.context_lens[row]) - (end - begin)
-        plan.add_chunk(row, begin, end, first_position, split)
-    return AttentionPlan(
-        positions=np.array(step.positions),  # copies: a read-only array would be another type to the compiler
-        slots=np.array(step.slot_mapping),
-        tables=np.array(step.block_tables),
-        members=np.concatenate(plan.members) if plan.members else np.zeros(0, np.int64),
-        units=np.array(plan.units, np.int64).reshape(-1, 6),
-        partials=plan.partials,
-        split_tokens=np.flatnonzero(plan.partials >= 0),
-        num_partials=plan.num_partials,
-    )
-
-
-class _Units:
-    """Units as they are collected, the costly ones (many partitions) where they come; order does not matter."""
-
-    def __init__(self, capacity: int, num_tokens: int) -> None:
-        self.capacity = capacity
-        self.members: list[NDArray[np.int64]] = []
-        self.units: list[tuple[int, int, int, int, int, int]] = []
-        self.partials = np.full(num_tokens, -1, np.int64)
-        self.num_partials = 0
-        self._num_members = 0
-
-    def add_lone(
-        self,
-        rows: NDArray[np.int64],
-        tokens: NDArray[np.int64],
-        contexts: NDArray[np.int32],
-        tables: NDArray[np.int32],
-        block_size: int,
-    ) -> None:
-        """Sequences with one token each; those that name the same blocks for a partition go together."""
-        if not len(rows):
-            return
-        parts = -(-contexts.astype(np.int64) // PARTITION)
-        several = parts > 1
-        ends = np.cumsum(np.where(several, parts, 0))
-        self.partials[tokens[several]] = self.num_partials + (ends - parts)[several]
-        self.num_partials += int(ends[-1])
-        for part in range(int(parts.max())):
-            whole = contexts >= (part + 1) * PARTITION
-            for together in _same_blocks(tables[rows[whole]], part, block_size):
-                self._add_lone(rows[whole][together], tokens[whole][together], part, parts[whole][together])
-            ending = (parts == part + 1) & ~whole
-            for row, token in zip(rows[ending].tolist(), tokens[ending], strict=True):
-                self._add(np.array([token]), row, part, part + 1, part > 0)
-
-    def _add_lone(
-        self, rows: NDArray[np.int64], tokens: NDArray[np.int64], part: int, parts: NDArray[np.int64]
-    ) -> None:
-        for is_split in (False, True):  # a sequence that ends with this partition keeps no partial result of it
-            chosen = (parts > 1) == is_split
-            for begin in range(0, int(chosen.sum()), self.capacity):
-                mine = slice(begin, begin + self.capacity)
-                self._add(tokens[chosen][mine], int(rows[chosen][mine][0]), part, part + 1, is_split)
-
-    def add_chunk(self, row: int, begin: int, end: int, first_position: int, split: bool) -> None:
-        """Tokens `begin` to `end`, the first of which stands at `first_position`, a few at a time."""
-        for start in range(begin, end, self.capacity):
-            stop = min(start + self.capacity, end)
-            parts = (first_position + stop - 1 - begin) // PARTITION + 1
-            tokens = np.arange(start, stop, dtype=np.int64)
-            if split and parts > 1:
-                self.partials[start:stop] = self.num_partials + np.arange(stop - start) * parts
-                self.num_partials += parts * (stop - start)
-                for part in range(parts):
-                    self._add(tokens, row, part, part + 1, True)
-            else:
-                self._add(tokens, row, 0, parts, False)
-
-    def _add(self, tokens: NDArray[np.int64], row: int, first: int, end: int, split: bool) -> None:
-        begin = self._num_members
-        self._num_members += len(tokens)
-        self.members.append(tokens)
-        self.units.append((begin, self._num_members, row, first, end, int(split)))
-
-
-def _same_blocks(tables: NDArray[np.int32], part: int, block_size: int) -> list[NDArray[np.int64]]:
-    """Rows of `tables`, put together where they name the same blocks for partition `part`, which all of them fill."""
-    if not len(tables):
-        return []
-    begin, end = part * PARTITION // block_size, -(-(part + 1) * PARTITION // block_size)
-    if len(np.unique(tables[:, begin])) == len(tables):  # the usual case, found quickly
-        return [np.array([row]) for row in range(len(tables))]
-    names = np.ascontiguousarray(tables[:, begin:end])
-    _, owner = np.unique(names.view(f"V{names.shape[1] * 4}").ravel(), return_inverse=True)
-    order = np.argsort(owner, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(owner[order])) + 1)
 
 
 # ------------------------------------------------------------------------------------------------------------ kernels
 
 
 def scratch_size(head_dim: int) -> int:
-    """Numbers that each thread needs in cache memory: see `_scratch`."""
+    """Numbers that each thread needs in its cache: see `attend_unit`."""
     wide = padded(head_dim)
-    return (
-        wide * TILE_COLUMNS  # a tile of keys, turned over
-        + PARTITION * wide  # the values of a partition
-        + _UNIT_ROWS * (3 * wide + PARTITION + 4)  # queries; results so far and of this partition; scores; their sums
-        + 16 * LANES
-    )
+    return wide * TILE_COLUMNS + PARTITION * wide + UNIT_ROWS * (3 * wide + PARTITION + 4)
 
 
 @compiled
-def store_rows(counters, phase, rows, x, x_row, at, cache, slots, size):
-    """cache[slots[t]] = x[t, at : at + size] for all tokens; K or V of all heads are one row."""
+def store_rows(counters, phase, x, cache, slots, size):
+    """cache[slots[t]] = x[t] for all tokens; K or V of all heads, `size` numbers, are one row."""
     while True:
         t = claim(counters, phase, 1)
-        if t >= rows:
+        if t >= slots.size:
             break
-        for i in range(size):
-            put(cache, slots[t] * size + i, x[t * x_row + at + i])
+        copy(x, t * size, cache, slots[t] * size, size)
 
 
 @compiled
 def attend_units(
-    counters, phase, q, q_row, keys, values, out, out_row, group, kv_heads, head_dim, block_size,
+    counters, phase, threads, q, q_row, keys, values, out, out_row, group, kv_heads, head_dim, block_size,
     positions, tables, members, units, partials, partial_results, scratch,
 ):  # fmt: skip
     """Attend, one unit after another. q and out are flat with rows of all heads; keys and values flat by slot."""
-    wide = (head_dim + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-    key_tile = scratch[: wide * TILE_COLUMNS]
-    rest = scratch[wide * TILE_COLUMNS :]
-    value_rows, rest = rest[: PARTITION * wide], rest[PARTITION * wide :]
-    queries, rest = rest[: _UNIT_ROWS * wide], rest[_UNIT_ROWS * wide :]
-    result, rest = rest[: _UNIT_ROWS * wide], rest[_UNIT_ROWS * wide :]
-    part_result, rest = rest[: _UNIT_ROWS * wide], rest[_UNIT_ROWS * wide :]
-    scores, rest = rest[: _UNIT_ROWS * PARTITION], rest[_UNIT_ROWS * PARTITION :]
-    largest, total = rest[:_UNIT_ROWS], rest[_UNIT_ROWS : 2 * _UNIT_ROWS]
-    part_largest, part_total = rest[2 * _UNIT_ROWS : 3 * _UNIT_ROWS], rest[3 * _UNIT_ROWS : 4 * _UNIT_ROWS]
-    slot_size = kv_heads * head_dim
+    count = units.shape[0]
+    # With units enough, a thread takes all heads of one: their keys stand side by side in memory.
+    together = kv_heads if count >= 4 * threads else 1
     while True:
-        claimed = claim(counters, phase, 1)
-        if claimed >= units.shape[0] * kv_heads:
+        first = claim(counters, phase, together)
+        if first >= count * kv_heads:
             break
-        # The last units are pieces of prompts with the longest contexts: begin with them, end with small ones.
-        unit, head = units[units.shape[0] - 1 - claimed // kv_heads], claimed % kv_heads
-        tokens = members[unit[_BEGIN] : unit[_END]]
-        rows = tokens.size * group
-        load_queries(q, q_row, tokens, head, group, head_dim, wide, queries)
-        last = 0
-        for token in tokens:
-            last = max(last, positions[token])
-        for part in range(unit[_FIRST_PART], unit[_END_PART]):
-            start = part * PARTITION
-            count = min(PARTITION, last + 1 - start)
-            table = tables[unit[_TABLE]]
-            ask_for(keys, values, table, start, min(TILE_COLUMNS, count), block_size, slot_size, head * head_dim, head_dim)
-            for tile in range(0, count, TILE_COLUMNS):
-                width = min(TILE_COLUMNS, count - tile)
-                ahead = tile + TILE_COLUMNS
-                ask_for(keys, values, table, start + ahead, min(TILE_COLUMNS, count - ahead), block_size, slot_size, head * head_dim, head_dim)
-                load_tile(
-                    keys, values, table, start + tile, width, block_size, slot_size, head * head_dim, head_dim, wide,
-                    key_tile, value_rows, tile,
+        unit = count - 1 - first // kv_heads  # the last are pieces of prompts, the longest: begin with them
+        for head in range(first % kv_heads, first % kv_heads + together):
+            attend_unit(
+                unit, head, together > 1, q, q_row, keys, values, out, out_row, group, kv_heads, head_dim, block_size,
+                positions, tables, members, units, partials, partial_results, scratch,
+            )  # fmt: skip
+
+
+@compiled
+def attend_unit(
+    unit, head, all_heads, q, q_row, keys, values, out, out_row, group, kv_heads, head_dim, block_size,
+    positions, tables, members, units, partials, partial_results, scratch,
+):  # fmt: skip
+    """The queries of one unit against its partitions, for the query heads that share one KV head.
+
+    A row is one query of one head. Few rows read the values where they lie; for many they are first brought together.
+    """
+    wide = row_size(head_dim)
+    slot_size, at = kv_heads * head_dim, head * head_dim
+    key_tile = scratch[: wide * TILE_COLUMNS]  # numbers x keys
+    place = wide * TILE_COLUMNS
+    value_rows = scratch[place : place + PARTITION * wide]
+    place += PARTITION * wide
+    queries = scratch[place : place + UNIT_ROWS * wide]
+    place += UNIT_ROWS * wide
+    result = scratch[place : place + UNIT_ROWS * wide]  # of the partitions so far
+    place += UNIT_ROWS * wide
+    part_result = scratch[place : place + UNIT_ROWS * wide]
+    place += UNIT_ROWS * wide
+    scores = scratch[place : place + UNIT_ROWS * PARTITION]
+    place += UNIT_ROWS * PARTITION
+    largest, total = scratch[place : place + UNIT_ROWS], scratch[place + UNIT_ROWS : place + 2 * UNIT_ROWS]
+    place += 2 * UNIT_ROWS
+    part_largest, part_total = scratch[place : place + UNIT_ROWS], scratch[place + UNIT_ROWS : place + 2 * UNIT_ROWS]
+
+    begin, end, split = units[unit, BEGIN], units[unit, END], units[unit, SPLIT]
+    rows = (end - begin) * group
+    in_place = rows <= TILE_ROWS and wide == head_dim
+    last = 0
+    for member in range(begin, end):
+        last = max(last, positions[members[member]])
+    load_queries(q, q_row, members, begin, rows, head, group, head_dim, wide, queries)
+    for part in range(units[unit, FIRST_PART], units[unit, END_PART]):
+        start = part * PARTITION
+        count = min(PARTITION, last + 1 - start)
+        if in_place and not all_heads:
+            scores[0] = touch(
+                keys, values, tables, units[unit, TABLE], start, count, block_size, slot_size, at, head_dim
+            )
+        elif in_place and head == 0:
+            scores[0] = touch(
+                keys, values, tables, units[unit, TABLE], start, count, block_size, slot_size, 0, slot_size
+            )
+        score(
+            keys, values, tables, units[unit, TABLE], start, count, block_size, slot_size, at, head_dim, wide,
+            rows, queries, key_tile, value_rows, scores, in_place,
+        )  # fmt: skip
+        for row in range(rows):
+            visible = min(count, positions[members[begin + row // group]] + 1 - start)
+            part_largest[row], part_total[row] = weigh(scores, row * PARTITION, visible, count)
+        if in_place:
+            sum_in_place(
+                values, tables, units[unit, TABLE], start, count, block_size, slot_size, at, wide, rows, scores,
+                part_result,
+            )  # fmt: skip
+        else:
+            sum_values(value_rows, count, wide, rows, scores, part_result)
+        for row in range(rows):
+            if split:
+                entry = (partials[members[begin + row // group]] + part) * group * kv_heads + head * group + row % group
+                keep(part_result, row * wide, part_largest[row], part_total[row], partial_results, entry, wide)
+            else:
+                largest[row], total[row] = join(
+                    part == units[unit, FIRST_PART], result, row * wide, largest[row], total[row],
+                    part_result, row * wide, part_largest[row], part_total[row], wide,
                 )  # fmt: skip
-                height = tile_height(rows)
-                for row in range(0, rows, height):
-                    multiply_tile(
-                        min(height, rows - row), queries, row * wide, wide, key_tile, 0, TILE_COLUMNS, head_dim,
-                        scores, row * PARTITION + tile, PARTITION, STORE,
-                    )  # fmt: skip
-            for row in range(rows):
-                visible = min(count, positions[tokens[row // group]] + 1 - start)
-                part_largest[row], part_total[row] = weigh(scores, row * PARTITION, visible, count)
-            height = tile_height(rows)
-            for row in range(0, rows, height):
-                for column in range(0, wide, TILE_COLUMNS):
-                    multiply_tile(
-                        min(height, rows - row), scores, row * PARTITION, PARTITION, value_rows, column, wide, count,
-                        part_result, row * wide + column, wide, STORE,
-                    )  # fmt: skip
-            for row in range(rows):
-                if unit[_SPLIT]:
-                    place = (partials[tokens[row // group]] + part) * group * kv_heads + head * group + row % group
-                    keep(part_result, row * wide, part_largest[row], part_total[row], partial_results, place, wide)
-                else:
-                    is_first = part == unit[_FIRST_PART]
-                    largest[row], total[row] = join(
-                        is_first, result, row * wide, largest[row], total[row],
-                        part_result, row * wide, part_largest[row], part_total[row], wide,
-                    )  # fmt: skip
-        if not unit[_SPLIT]:
-            for row in range(rows):
-                place = tokens[row // group] * out_row + (head * group + row % group) * head_dim
-                finish(result, row * wide, total[row], out, place, head_dim)
+    if not split:
+        for row in range(rows):
+            target = members[begin + row // group] * out_row + (head * group + row % group) * head_dim
+            finish(result, row * wide, total[row], out, target, head_dim)
+
+
+@compiled
+def score(
+    keys, values, tables, table, start, count, block_size, slot_size, at, head_dim, wide,
+    rows, queries, key_tile, value_rows, scores, in_place,
+):  # fmt: skip
+    """scores[row, j] = queries[row] . key at start + j, for `count` keys; brings the values along unless in place."""
+    height = tile_height(rows)
+    for tile in range(0, count, TILE_COLUMNS):
+        width = min(TILE_COLUMNS, count - tile)
+        j = 0
+        while j < width:
+            slot, run = find_run(tables, table, start + tile + j, width - j, block_size)
+            load_keys(keys, slot * slot_size + at, slot_size, run, head_dim, key_tile, j)
+            if not in_place:
+                for r in range(run):
+                    target = (tile + j + r) * wide
+                    copy(values, (slot + r) * slot_size + at, value_rows, target, head_dim)
+                    for i in range(head_dim, wide):
+                        value_rows[target + i] = _ZERO
+            j += run
+        for row in range(0, rows, height):
+            multiply_tile(
+                min(height, rows - row), queries, row * wide, wide, key_tile, 0, TILE_COLUMNS, head_dim,
+                scores, row * PARTITION + tile, PARTITION, STORE,
+            )  # fmt: skip
+
+
+@compiled
+def sum_values(value_rows, count, wide, rows, scores, part_result):
+    """part_result[row] = sum of scores[row, j] * value j, in the order of j."""
+    height = tile_height(rows)
+    for row in range(0, rows, height):
+        for column in range(0, wide, TILE_COLUMNS):
+            multiply_tile(
+                min(height, rows - row), scores, row * PARTITION, PARTITION, value_rows, column, wide, count,
+                part_result, row * wide + column, wide, STORE,
+            )  # fmt: skip
+
+
+@compiled
+def sum_in_place(values, tables, table, start, count, block_size, slot_size, at, wide, rows, scores, part_result):
+    """The same for up to TILE_ROWS rows, from the values' blocks, one after another."""
+    j = 0
+    while j < count:
+        slot, run = find_run(tables, table, start + j, count - j, block_size)
+        for column in range(0, wide, TILE_COLUMNS):
+            multiply_tile(
+                rows, scores, j, PARTITION, values, slot * slot_size + at + column, slot_size, run,
+                part_result, column, wide, CHAIN if j else STORE,
+            )  # fmt: skip
+        j += run
+
+
+@compiled
+def find_run(tables, table, position, most, block_size):
+    """The slot of a position, and how many of the next `most` positions, itself included, stand side by side there."""
+    block = position // block_size
+    offset = position - block * block_size
+    return tables[table, block] * block_size + offset, min(most, block_size - offset)
+
+
+@compiled
+def touch(keys, values, tables, table, start, count, block_size, slot_size, at, size):
+    """Read keys and values of one head, or of all, once, straight through, into the processor's cache.
+
+    Only so are enough reads under way at once to use all of the memory's speed: what comes after has too much to do
+    between one read and the next. Returns a number made of all, lest the compiler leave it out.
+    """
+    seen = splat(_ZERO)
+    j = 0
+    while j < count:
+        slot, run = find_run(tables, table, start + j, count - j, block_size)
+        rows, width = (1, run * size) if size == slot_size else (run, size)
+        for row in range(rows):
+            begin = (slot + row) * slot_size + at
+            for i in range(begin, begin + width - LANES + 1, LANES):
+                seen = seen + load(keys, i)
+            for i in range(begin, begin + width - LANES + 1, LANES):
+                seen = seen + load(values, i)
+        j += run
+    return sum_of(seen)
 
 
 @compiled
@@ -283,7 +259,7 @@ def join_partials(
     counters, phase, out, out_row, heads, head_dim, positions, split_tokens, partials, partial_results, scratch
 ):
     """Join the partial results of each split token, in the order of its partitions."""
-    wide = (head_dim + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+    wide = row_size(head_dim)
     entry = wide + LANES
     while True:
         claimed = claim(counters, phase, 1)
@@ -306,76 +282,40 @@ def partial_size(num_partials: int, heads: int, head_dim: int) -> int:
 
 
 @compiled
-def load_queries(q, q_row, tokens, head, group, head_dim, wide, queries):
-    """queries[row, :] = q of (token, head of the group), scaled, with zeros up to `wide`."""
+def load_queries(q, q_row, members, begin, rows, head, group, head_dim, wide, queries):
+    """queries[row, :] = q of (member, head of the group), scaled."""
     scale = np.float32(1.0 / np.sqrt(head_dim))
-    for row in range(tokens.size * group):
-        at = tokens[row // group] * q_row + (head * group + row % group) * head_dim
-        for i in range(head_dim):
+    for row in range(rows):
+        at = members[begin + row // group] * q_row + (head * group + row % group) * head_dim
+        i = 0
+        while i + LANES <= head_dim:
+            store(queries, row * wide + i, load(q, at + i) * splat(scale))
+            i += LANES
+        while i < head_dim:
             queries[row * wide + i] = q[at + i] * scale
-        for i in range(head_dim, wide):
-            queries[row * wide + i] = _ZERO
+            i += 1
 
 
 @compiled
-def ask_for(keys, values, table, position, width, block_size, slot_size, at, head_dim):
-    """Prefetch what `load_tile` will read: jumps from block to block are not foreseen by the processor."""
-    for j in range(width):
-        slot = table[(position + j) // block_size] * block_size + (position + j) % block_size
-        for i in range(0, head_dim, 16):
-            prefetch(keys, slot * slot_size + at + i)
-            prefetch(values, slot * slot_size + at + i)
-
-
-@compiled
-def load_tile(
-    keys, values, table, position, width, block_size, slot_size, at, head_dim, wide, key_tile, value_rows, tile
-):
-    """Bring `width` keys, turned over, and values from their blocks into cache memory.
-
-    key_tile[i, j] is number i of the key at `position` + j; value_rows[tile + j, :] its value, with zeros up to `wide`.
-    What lies past `width` is left as it was, and nothing past it is read: slots not yet written may hold NaN.
-    """
-    j = 0
-    while j < width:
-        # As many keys as stand next to each other in one block.
-        offset = (position + j) % block_size
-        run = min(width - j, block_size - offset)
-        slot = table[(position + j) // block_size] * block_size + offset
-        for r in range(run):
-            source, target = (slot + r) * slot_size + at, (tile + j + r) * wide
-            i = 0
-            while i + LANES <= head_dim:
-                store(value_rows, target + i, load(values, source + i))
-                i += LANES
-            while i < head_dim:
-                value_rows[target + i] = widen(values[source + i])
-                i += 1
-            while i < wide:
-                value_rows[target + i] = _ZERO
-                i += 1
-        r = 0
-        while r + LANES <= run:
-            turn(keys, (slot + r) * slot_size + at, slot_size, head_dim, key_tile, j + r)
-            r += LANES
-        while r < run:
-            for i in range(head_dim):
-                key_tile[i * TILE_COLUMNS + j + r] = widen(keys[(slot + r) * slot_size + at + i])
-            r += 1
-        j += run
-
-
-@compiled
-def turn(keys, source, slot_size, head_dim, key_tile, column):
-    """LANES keys into as many columns of the tile."""
-    i = 0
-    while i + LANES <= head_dim:
-        transpose_square(keys, source + i, slot_size, key_tile, i * TILE_COLUMNS + column, TILE_COLUMNS)
-        i += LANES
-    while i < head_dim:
-        for r in range(LANES):
+def load_keys(keys, source, slot_size, run, head_dim, key_tile, column):
+    """key_tile[i, column + r] = number i of key r, for `run` keys that stand side by side."""
+    r = 0
+    while r + LANES <= run:
+        i = 0
+        while i + LANES <= head_dim:
+            transpose_square(
+                keys, source + r * slot_size + i, slot_size, key_tile, i * TILE_COLUMNS + column + r, TILE_COLUMNS
+            )
+            i += LANES
+        while i < head_dim:
+            for each in range(r, r + LANES):
+                key_tile[i * TILE_COLUMNS + column + each] = widen(keys[source + each * slot_size + i])
+            i += 1
+        r += LANES
+    while r < run:
+        for i in range(head_dim):
             key_tile[i * TILE_COLUMNS + column + r] = widen(keys[source + r * slot_size + i])
-        i += 1
+        r += 1
 
 
 @compiled
@@ -403,7 +343,7 @@ def weigh(scores, at, visible, count):
 
 @compiled
 def join(is_first, result, at, largest, total, part_result, part_at, part_largest, part_total, wide):
-    """Add a partition's weighted sum to that of those before it, both rescaled to the larger of their largest scores."""
+    """Add a partition's weighted sum to that of those before it, both rescaled to the larger of their peaks."""
     if is_first:
         for i in range(0, wide, LANES):
             store(result, at + i, load(part_result, part_at + i))
@@ -431,8 +371,13 @@ def keep(part_result, at, largest, total, partial_results, place, wide):
 @compiled
 def finish(result, at, total, out, place, head_dim):
     """out[place :] = result / total."""
-    for i in range(head_dim):
+    i = 0
+    while i + LANES <= head_dim:
+        store(out, place + i, load(result, at + i) / splat(total))
+        i += LANES
+    while i < head_dim:
         out[place + i] = result[at + i] / total
+        i += 1
 
 
 # --------------------------------------------------------------------------------------------- as a back-end by itself
@@ -444,11 +389,11 @@ def _attend_layer(
     positions, slots, tables, members, units, partials, split_tokens, partial_results, scratch,
 ):  # fmt: skip
     size, row = kv_heads * head_dim, group * kv_heads * head_dim
-    store_rows(counters, 0, slots.size, k, size, 0, keys, slots, size)
-    store_rows(counters, 1, slots.size, v, size, 0, values, slots, size)
+    store_rows(counters, 0, k, keys, slots, size)
+    store_rows(counters, 1, v, values, slots, size)
     barrier(sync, threads)
     attend_units(
-        counters, 2, q, row, keys, values, out, row, group, kv_heads, head_dim, block_size,
+        counters, 2, threads, q, row, keys, values, out, row, group, kv_heads, head_dim, block_size,
         positions, tables, members, units, partials, partial_results, scratch[thread],
     )  # fmt: skip
     barrier(sync, threads)
@@ -469,7 +414,7 @@ class PagedAttention:
         self.team = team or Team(1)
         self.layers = as_numpy(cache.data).reshape(cache.data.shape[0], 2, -1)
         self.kv_heads, self.head_dim = cache.data.shape[4:]
-        self.scratch = np.empty((self.team.threads, scratch_size(self.head_dim)), np.float32)
+        self.scratch = empty((self.team.threads, scratch_size(self.head_dim)))
         self.partial_results = np.empty(0, np.float32)
         self.plan_: AttentionPlan | None = None
         self._step: Step | None = None
@@ -486,7 +431,7 @@ class PagedAttention:
             self.plan_ = plan_attention(self._step, group, self.kv_heads, self.cache.block_size, self.team.threads)
             size = partial_size(self.plan_.num_partials, heads, self.head_dim)
             if len(self.partial_results) < size:
-                self.partial_results = np.empty(size, np.float32)
+                self.partial_results = empty((size,))
         return self.plan_
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

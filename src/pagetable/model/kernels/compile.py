@@ -1,8 +1,8 @@
 """`@compiled`: Numba with the machine code kept on disk, in a folder that is ours and never stale.
 
-Numba looks only at the file a function stands in to tell whether its code on disk is stale; ours call each other across
-files. So the folder's name is a digest of all their sources, of Numba's version and of the processor's features, and a
-change of any starts an empty one. Numba reads what it finds there as code, so a folder that others may write is refused.
+Numba looks only at the file a function stands in to tell whether its code on disk is stale; ours call each other
+across files. So the folder's name is a digest of all their sources, of Numba's version and of the processor's features,
+and a change of any starts an empty one. What Numba finds there it runs: a folder that others may write is refused.
 """
 
 from __future__ import annotations
@@ -51,6 +51,13 @@ def cache_folder() -> Path | None:
         logger.warning("compiled kernels are not kept (%s): set PAGETABLE_CACHE_DIR to a folder of yours", error)
         return None
     return folder
+
+
+def announce() -> None:
+    """Say that the first call will take long, where it will."""
+    folder = cache_folder()
+    if folder is None or not any(folder.glob("*/*.nbc")):
+        logger.warning("compiling kernels for this processor: about 15 seconds%s", "" if folder is None else ", once")
 
 
 def _base() -> Path:

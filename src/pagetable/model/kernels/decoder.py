@@ -6,9 +6,9 @@ same to the bit whatever was cached and whoever else is in the batch.
 
     phase of a layer        what                                        unit of work
     norm                    normed = rms_norm(x)                        a token
-    qkv                     qkv = normed @ Wqkv                         a panel of 2 registers' width (kernels/linear.py)
+    qkv                     qkv = normed @ Wqkv                         a panel of the weights (linear.py)
     place                   turn q and k by position, K and V to slots  a token
-    attend, join            out = attention                             queries x head x partition (kernels/attention.py)
+    attend, join            out = attention                             queries x head x partition (attention.py)
     o                       x += out @ Wo                               a panel
     norm                    normed = rms_norm(x)                        a token
     gate_up                 hidden = silu(gate) * up                    a panel of each
@@ -30,23 +30,11 @@ from torch import Tensor
 from pagetable.engine.step import Step
 from pagetable.model.config import ModelConfig
 from pagetable.model.kernels.attention import PagedAttention, attend_units, join_partials
-from pagetable.model.kernels.compile import compiled
-from pagetable.model.kernels.linear import PackedRows, as_numpy, embed, empty, multiply, multiply_gated, padded
-from pagetable.model.kernels.team import Team, barrier, claim, default_threads
-from pagetable.model.kernels.vectors import (
-    ADD,
-    LANES,
-    STORE,
-    TILE_COLUMNS,
-    TILE_ROWS,
-    first_lanes,
-    fma,
-    load,
-    put,
-    splat,
-    store,
-    sum_of,
-)
+from pagetable.model.kernels.compile import announce, compiled
+from pagetable.model.kernels.linear import PackedRows, copy, embed, empty, multiply, multiply_gated, padded, row_size
+from pagetable.model.kernels.team import Team, barrier, claim, default_threads, share
+from pagetable.model.kernels.tiles import ADD, STORE
+from pagetable.model.kernels.vectors import LANES, TILE_COLUMNS, first_lanes, fma, load, splat, store, sum_of
 from pagetable.model.kv_cache import KVCache
 from pagetable.model.rope import rope_table
 from pagetable.model.weights import Place, TensorPlace
@@ -116,15 +104,17 @@ def run_step(thread, threads, sync, counters, batch, weights, sizes, cache, cos,
     tokens = batch.token_ids.size
     wide = row_size(sizes.hidden)
     heads = sizes.group * sizes.kv_heads
-    qkv_row, out_row, inner_row = row_size((heads + 2 * sizes.kv_heads) * sizes.head_dim), heads * sizes.head_dim, 0
+    qkv_row, out_row = row_size((heads + 2 * sizes.kv_heads) * sizes.head_dim), heads * sizes.head_dim
     inner_row = row_size(sizes.inner)
     outside = sizes.layers * _PHASES
     mine = scratch[thread]
-    embed(counters, outside + _EMBED, weights.embed, batch.token_ids, batch.x, wide, sizes.hidden)
+    embed(counters, outside + _EMBED, threads, weights.embed, batch.token_ids, batch.x, wide)
     barrier(sync, threads)
     for layer in range(sizes.layers):
         phase = layer * _PHASES
-        norm_rows(counters, phase + _NORM, tokens, batch.x, wide, weights.norms[layer, 0], sizes.eps, batch.normed)
+        keys, values = cache[layer, 0], cache[layer, 1]
+        norm, norm_2 = weights.norms[layer, 0], weights.norms[layer, 1]
+        norm_rows(counters, phase + _NORM, threads, tokens, batch.x, wide, norm, sizes.eps, batch.normed)
         barrier(sync, threads)
         multiply(
             counters, phase + _QKV, threads, tokens, batch.normed, wide, weights.qkv[layer], weights.qkv_bias[layer],
@@ -132,14 +122,14 @@ def run_step(thread, threads, sync, counters, batch, weights, sizes, cache, cos,
         )  # fmt: skip
         barrier(sync, threads)
         place_rows(
-            counters, phase + _PLACE, batch.qkv, qkv_row, heads, sizes.kv_heads, sizes.head_dim, batch.positions,
-            cos, sin, batch.slots, cache[layer, 0], cache[layer, 1],
+            counters, phase + _PLACE, threads, batch.qkv, qkv_row, heads, sizes.kv_heads, sizes.head_dim,
+            batch.positions, cos, sin, batch.slots, keys, values,
         )  # fmt: skip
         barrier(sync, threads)
         attend_units(
-            counters, phase + _ATTEND, batch.qkv, qkv_row, cache[layer, 0], cache[layer, 1], batch.out, out_row,
-            sizes.group, sizes.kv_heads, sizes.head_dim, sizes.block_size, batch.positions, batch.tables,
-            batch.members, batch.units, batch.partials, batch.partial_results, mine,
+            counters, phase + _ATTEND, threads, batch.qkv, qkv_row, keys, values, batch.out, out_row, sizes.group,
+            sizes.kv_heads, sizes.head_dim, sizes.block_size, batch.positions, batch.tables, batch.members,
+            batch.units, batch.partials, batch.partial_results, mine,
         )  # fmt: skip
         barrier(sync, threads)
         if batch.split_tokens.size:
@@ -153,7 +143,7 @@ def run_step(thread, threads, sync, counters, batch, weights, sizes, cache, cos,
             batch.x, wide, ADD,
         )  # fmt: skip
         barrier(sync, threads)
-        norm_rows(counters, phase + _NORM_2, tokens, batch.x, wide, weights.norms[layer, 1], sizes.eps, batch.normed)
+        norm_rows(counters, phase + _NORM_2, threads, tokens, batch.x, wide, norm_2, sizes.eps, batch.normed)
         barrier(sync, threads)
         multiply_gated(
             counters, phase + _GATE_UP, threads, tokens, batch.normed, wide, weights.gate_up[layer],
@@ -179,19 +169,15 @@ def run_step(thread, threads, sync, counters, batch, weights, sizes, cache, cos,
 
 
 @compiled
-def row_size(size):
-    """`padded` for compiled code."""
-    return (size + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-
-
-@compiled
-def norm_rows(counters, phase, rows, x, x_row, weight, eps, normed):
+def norm_rows(counters, phase, threads, rows, x, x_row, weight, eps, normed):
     """normed = x / rms(x) * weight (see `RMSNorm`)."""
+    run = share(rows, threads)
     while True:
-        row = claim(counters, phase, 1)
-        if row >= rows:
+        first = claim(counters, phase, run)
+        if first >= rows:
             break
-        norm_row(x, row * x_row, weight, eps, normed, row * x_row)
+        for row in range(first, min(first + run, rows)):
+            norm_row(x, row * x_row, weight, eps, normed, row * x_row)
 
 
 @compiled
@@ -202,55 +188,75 @@ def norm_row(x, at, weight, eps, normed, place):
         value = first_lanes(weight.size - i, load(x, at + i), splat(_ZERO))
         squares = fma(value, value, squares)
     scale = np.float32(_ONE / np.sqrt(sum_of(squares) / np.float32(weight.size) + np.float32(eps)))
-    for i in range(weight.size):
+    i = 0
+    while i + LANES <= weight.size:
+        store(normed, place + i, load(x, at + i) * splat(scale) * load(weight, i))
+        i += LANES
+    while i < weight.size:
         normed[place + i] = x[at + i] * scale * weight[i]
+        i += 1
 
 
 @compiled
 def place_rows(
-    counters, phase, qkv, qkv_row, heads, kv_heads, head_dim, positions, cos, sin, slots, keys, values
+    counters, phase, threads, qkv, qkv_row, heads, kv_heads, head_dim, positions, cos, sin, slots, keys, values
 ):
-    """Turn q and k of each token by its position (see `rotate`), and store k and v in the token's slot."""
-    half = head_dim // 2
+    """Turn q and k of each token by its position, and store k and v in the token's slot."""
     size = kv_heads * head_dim
+    run = share(slots.size, threads)
     while True:
-        t = claim(counters, phase, 1)
-        if t >= slots.size:
+        first = claim(counters, phase, run)
+        if first >= slots.size:
             break
-        at, angle = t * qkv_row, positions[t]
-        for head in range(heads + kv_heads):
-            first = at + head * head_dim
-            for i in range(half):
-                c, s = cos[angle, i], sin[angle, i]
-                x, y = qkv[first + i], qkv[first + half + i]
-                qkv[first + i] = x * c - y * s
-                qkv[first + half + i] = y * c + x * s
-        k, slot = at + heads * head_dim, slots[t] * size
-        for i in range(size):
-            put(keys, slot + i, qkv[k + i])
-            put(values, slot + i, qkv[k + size + i])
+        for t in range(first, min(first + run, slots.size)):
+            at, k = t * qkv_row, t * qkv_row + heads * head_dim
+            for head in range(heads + kv_heads):
+                rotate(qkv, at + head * head_dim, head_dim // 2, cos, sin, positions[t])
+            copy(qkv, k, keys, slots[t] * size, size)
+            copy(qkv, k + size, values, slots[t] * size, size)
+
+
+@compiled
+def rotate(x, at, half, cos, sin, position):
+    """One head of `rope.rotate`: number i is paired with number i + half."""
+    angle = position * half
+    i = 0
+    while i + LANES <= half:
+        c, s = load(cos, angle + i), load(sin, angle + i)
+        first, second = load(x, at + i), load(x, at + half + i)
+        store(x, at + i, first * c - second * s)
+        store(x, at + half + i, second * c + first * s)
+        i += LANES
+    while i < half:
+        first_, second_ = x[at + i], x[at + half + i]
+        x[at + i] = first_ * cos[angle + i] - second_ * sin[angle + i]
+        x[at + half + i] = second_ * cos[angle + i] + first_ * sin[angle + i]
+        i += 1
 
 
 class CompiledLlama:
     """A Llama on the CPU. Its weights hold no memory before `allocate`, no values before they are loaded."""
 
+    batch_invariant = True
+
     def __init__(self, config: ModelConfig, dtype: torch.dtype, threads: int | None = None) -> None:
         self.config, self.dtype = config, dtype
         self.device = torch.device("cpu")
         self.team = Team(threads or default_threads())
-        self.cos, self.sin = np.empty((0, 0), np.float32), np.empty((0, 0), np.float32)
+        self.cos, self.sin = np.empty(0, np.float32), np.empty(0, np.float32)  # flat
         self.weights: Weights | None = None
         self._counters = np.zeros(config.num_layers * _PHASES + _OUTSIDE, np.int64)
         self._room: dict[str, np.ndarray] = {}
 
     def attention(self, cache: KVCache) -> PagedAttention:
         """The back-end that this model attends with."""
+        announce()
         return PagedAttention(cache, self.team)
 
     def reserve_positions(self, length: int) -> None:
         """Prepare the rotary table for positions below `length`."""
-        if len(self.cos) < length:
-            self.cos, self.sin = (table.numpy() for table in rope_table(self.config, length, self.device))
+        if 2 * len(self.cos) < length * self.config.head_dim:
+            self.cos, self.sin = (table.numpy().reshape(-1) for table in rope_table(self.config, length, self.device))
 
     def allocate(self, device: torch.device) -> None:
         """Take memory for the weights."""
@@ -293,8 +299,8 @@ class CompiledLlama:
         tokens, heads = len(step.token_ids), c.num_heads
         logits = self._array("logits", len(wanted) * padded(c.vocab_size))
         batch = Batch(
-            np.array(step.token_ids), np.array(wanted, np.int64), plan.positions, plan.slots, plan.tables, plan.members, plan.units, plan.partials,
-            plan.split_tokens, attention.partial_results,
+            np.array(step.token_ids), np.array(wanted, np.int64), plan.positions, plan.slots, plan.tables,
+            plan.members, plan.units, plan.partials, plan.split_tokens, attention.partial_results,
             self._array("x", tokens * padded(c.hidden_size)),
             self._array("normed", tokens * padded(c.hidden_size)),
             self._array("qkv", tokens * padded((heads + 2 * c.num_kv_heads) * c.head_dim)),
@@ -316,7 +322,7 @@ class CompiledLlama:
     def _array(self, name: str, size: int) -> np.ndarray:
         """Room for intermediate results, kept from step to step, and larger when a step needs more."""
         if name not in self._room or len(self._room[name]) < size:
-            self._room[name] = np.empty(size, np.float32)
+            self._room[name] = empty((size,))
         return self._room[name]
 
     def placements(self) -> Iterator[tuple[str, Place]]:
@@ -327,28 +333,31 @@ class CompiledLlama:
         yield "model.norm.weight", _vector(w and w.final_norm, c.hidden_size)
         if not c.tie_word_embeddings:
             yield "lm_head.weight", PackedRows(w and w.head, 0, words)
-        q, kv = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        qkv = [("self_attn.q_proj", 0, q), ("self_attn.k_proj", q, kv), ("self_attn.v_proj", q + kv, kv)]
         for layer in range(c.num_layers):
             name = f"model.layers.{layer}."
             norms = (None, None) if w is None else w.norms[layer]
             yield name + "input_layernorm.weight", _vector(norms[0], c.hidden_size)
             yield name + "post_attention_layernorm.weight", _vector(norms[1], c.hidden_size)
-            for part, first, rows in qkv:
-                yield from _matrix(name + part, w and w.qkv, w and w.qkv_bias, layer, first, (rows, c.hidden_size), c.attention_bias)
-            yield from _matrix(name + "self_attn.o_proj", w and w.o, w and w.o_bias, layer, 0, (c.hidden_size, q), c.attention_bias)
-            for turn, part in enumerate(("mlp.gate_proj", "mlp.up_proj")):
-                yield from _matrix(name + part, w and w.gate_up, w and w.gate_up_bias, layer, 0, (c.intermediate_size, c.hidden_size), c.mlp_bias, (2, turn))
-            yield from _matrix(name + "mlp.down_proj", w and w.down, w and w.down_bias, layer, 0, (c.hidden_size, c.intermediate_size), c.mlp_bias)
+            for part, kind, first, shape, turns in self._matrices():
+                yield name + part + ".weight", PackedRows(w and getattr(w, kind)[layer], first, shape, *turns)
+                if c.mlp_bias if part.startswith("mlp") else c.attention_bias:
+                    bias = w and getattr(w, kind + "_bias")[layer].reshape(-1, 1, TILE_COLUMNS)  # as if of one input
+                    yield name + part + ".bias", PackedRows(bias, first, shape[:1], *turns)
+
+    def _matrices(self) -> list[tuple[str, str, int, tuple[int, int], tuple[int, int]]]:
+        """A layer's matrices: name, field of `Weights`, first row there, shape, and which panels (see `PackedRows`)."""
+        c = self.config
+        hidden, inner, q, kv = c.hidden_size, c.intermediate_size, c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+        return [
+            ("self_attn.q_proj", "qkv", 0, (q, hidden), (1, 0)),
+            ("self_attn.k_proj", "qkv", q, (kv, hidden), (1, 0)),
+            ("self_attn.v_proj", "qkv", q + kv, (kv, hidden), (1, 0)),
+            ("self_attn.o_proj", "o", 0, (hidden, q), (1, 0)),
+            ("mlp.gate_proj", "gate_up", 0, (inner, hidden), (2, 0)),
+            ("mlp.up_proj", "gate_up", 0, (inner, hidden), (2, 1)),
+            ("mlp.down_proj", "down", 0, (hidden, inner), (1, 0)),
+        ]
 
 
 def _vector(array: np.ndarray | None, size: int) -> Place:
     return TensorPlace(torch.empty(size, device="meta") if array is None else torch.from_numpy(array))
-
-
-def _matrix(name, panels, bias, layer, first, shape, has_bias, turns=(1, 0)):
-    """The places of a matrix and of its bias, which is a matrix of one input."""
-    yield name + ".weight", PackedRows(None if panels is None else panels[layer], first, shape, *turns)
-    if has_bias:
-        one_input = None if bias is None else bias[layer].reshape(-1, 1, TILE_COLUMNS)
-        yield name + ".bias", PackedRows(one_input, first, shape[:1], *turns)

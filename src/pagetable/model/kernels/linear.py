@@ -8,14 +8,18 @@ speed of memory, at many at that of the multipliers, and a row has the same bits
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 from torch import Tensor
 
 from pagetable.model.kernels.compile import compiled
-from pagetable.model.kernels.team import claim
-from pagetable.model.kernels.vectors import LANES, STORE, TILE_COLUMNS, TILE_ROWS, exp, load, multiply_tile, splat, store, widen
+from pagetable.model.kernels.team import claim, share
+from pagetable.model.kernels.tiles import STORE, multiply_tile
+from pagetable.model.kernels.vectors import LANES, TILE_COLUMNS, TILE_ROWS, exp, load, put, splat, store, widen
 
+_CACHE_LINE = 64  # bytes
 _BLOCK_ROWS = 8 * TILE_ROWS  # rows that one unit of work multiplies with one panel
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _SHARES = 2  # units that each thread takes of a product of few rows: long stretches of memory, yet some balance
@@ -26,14 +30,27 @@ def padded(size: int) -> int:
     return -(-size // TILE_COLUMNS) * TILE_COLUMNS
 
 
+@compiled
+def row_size(size):
+    """`padded` for compiled code."""
+    return (size + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
+
+
 def as_numpy(tensor: Tensor) -> np.ndarray:
     """A view of a CPU tensor; bfloat16, which NumPy lacks, as uint16."""
     return tensor.view(torch.uint16).numpy() if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> np.ndarray:
-    """Memory for numbers of this type, not taken from the system until it is written."""
-    return np.empty(shape, np.uint16 if dtype == torch.bfloat16 else np.float32)
+def empty(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> np.ndarray:
+    """Memory for numbers of this type, not taken from the system until it is written.
+
+    It begins on a cache line, so that a full register is never read from two.
+    """
+    kind = np.dtype(np.uint16 if dtype == torch.bfloat16 else np.float32)
+    size = math.prod(shape) * kind.itemsize
+    memory = np.empty(size + _CACHE_LINE, np.uint8)
+    start = -memory.ctypes.data % _CACHE_LINE
+    return memory[start : start + size].view(kind).reshape(shape)
 
 
 class PackedRows:
@@ -60,16 +77,19 @@ class PackedRows:
 
 
 @compiled
-def embed(counters, phase, panels, token_ids, x, x_row, size):
-    """x[t, :size] = row token_ids[t] of a packed matrix."""
+def embed(counters, phase, threads, panels, token_ids, x, x_row):
+    """x[t, :] = row token_ids[t] of a packed matrix."""
+    depth = panels.shape[1]
+    flat = panels.reshape(-1)
+    run = share(token_ids.size, threads)
     while True:
-        t = claim(counters, phase, 1)
-        if t >= token_ids.size:
+        first = claim(counters, phase, run)
+        if first >= token_ids.size:
             break
-        panel = panels[token_ids[t] // TILE_COLUMNS]
-        column = token_ids[t] % TILE_COLUMNS
-        for k in range(size):
-            x[t * x_row + k] = widen(panel[k, column])
+        for t in range(first, min(first + run, token_ids.size)):
+            at = token_ids[t] // TILE_COLUMNS * depth * TILE_COLUMNS + token_ids[t] % TILE_COLUMNS
+            for k in range(depth):
+                x[t * x_row + k] = widen(flat[at + k * TILE_COLUMNS])
 
 
 @compiled
@@ -145,6 +165,18 @@ def add_bias(bias, at, c, place, c_row, rows):
     for row in range(rows):
         for i in range(0, TILE_COLUMNS, LANES):
             store(c, place + row * c_row + i, load(c, place + row * c_row + i) + load(bias, at + i))
+
+
+@compiled
+def copy(source, at, target, place, size):
+    """target[place : place + size] = source[at : at + size], between float32 and what holds bfloat16 as well."""
+    i = 0
+    while i + LANES <= size:
+        store(target, place + i, load(source, at + i))
+        i += LANES
+    while i < size:
+        put(target, place + i, widen(source[at + i]))
+        i += 1
 
 
 @compiled

@@ -3,10 +3,10 @@
 A step of a small model takes milliseconds and has hundreds of phases, so a phase must begin and end in less than a
 microsecond: threads wait for each other inside the compiled code, and Python starts them once a step.
 
-* Work is claimed, one unit after another, from a counter. Nothing is divided beforehand, so a thread that the system has
-  taken off its processor holds up one unit and not half of a phase.
-* At a barrier a thread spins for some microseconds, which is all it takes on a quiet machine. Then it sleeps: with other
-  processes about, a spinner would keep the very processor that the missing thread needs.
+* Work is claimed, one unit after another, from a counter. Nothing is divided beforehand, so a thread that the system
+  has taken off its processor holds up one unit and not half of a phase.
+* At a barrier a thread spins for some microseconds, which is all it takes on a quiet machine. Then it sleeps: with
+  other processes about, a spinner would keep the very processor that the missing thread needs.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ class Team:
             self.sync[_BROKEN] = 1
             failure = error
         reports = [self._reports.get() for _ in self._orders]
-        for error in (failure, *reports):
-            if error is not None:
-                raise error
+        for each in (failure, *reports):
+            if each is not None:
+                raise each
 
     def _start(self) -> None:
         self._orders = [SimpleQueue() for _ in range(self.threads - 1)]
@@ -176,6 +176,12 @@ def barrier(sync, threads):
 
 
 @compiled
+def share(rows, threads):
+    """How many rows of little work to claim at a time: a claim costs as much as a row."""
+    return max(1, rows // (threads * 8))
+
+
+@compiled
 def claim(counters, phase, amount):
     """The first of `amount` units of work of this phase that no thread has claimed yet; may be past the last."""
     return _fetch_add(counters, phase, amount)
@@ -190,10 +196,7 @@ def default_threads(root: Path = Path("/")) -> int:
     Two threads on the halves of one core (SMT) share its arithmetic and come out slower than one. `root` is where /sys
     is looked for; where the system does not tell, each logical processor counts.
     """
-    if hasattr(os, "sched_getaffinity"):
-        allowed = os.sched_getaffinity(0)
-    else:
-        allowed = set(range(os.cpu_count() or 1))
+    allowed = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     cores = {_siblings(root, cpu) for cpu in allowed}
     return max(1, min(len(cores), _cpu_quota(root), MAX_THREADS))
 
@@ -207,7 +210,7 @@ def _siblings(root: Path, cpu: int) -> str:
 
 
 def _cpu_quota(root: Path) -> int:
-    """Processors' worth of time that a container may use, rounded down, at least 1; MAX_THREADS if nothing limits it."""
+    """Processors' worth of time that a container may use, rounded down, at least 1; MAX_THREADS if unlimited."""
     limits = [MAX_THREADS]
     for group in _control_groups(root):
         try:

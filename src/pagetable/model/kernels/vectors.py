@@ -1,4 +1,4 @@
-"""The processor's vector registers as values in compiled Python, and the two kernels that live in them.
+"""The processor's vector registers as values in compiled Python, written out.
 
 Numba turns `a + b` on two numbers into one machine instruction. Here it learns a type of LANES float32 numbers, so that
 `load(x, i) * y` is one instruction on a whole register, written out rather than hoped for from an optimiser. LLVM
@@ -25,14 +25,13 @@ _FEATURES = binding.get_host_cpu_features()
 # register file (32 with AVX-512 and NEON, 16 with AVX2).
 LANES, TILE_ROWS = (16, 12) if _FEATURES.get("avx512f") else (8, 6) if _FEATURES.get("avx2") else (4, 12)
 TILE_COLUMNS = 2 * LANES
-_PREFETCH_STEPS = 16  # how many rows of weights ahead; of 8 to 64 measured alike, none is a tenth slower
 
-_FLOAT, _INT32, _INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
-_VECTOR = ir.VectorType(_FLOAT, LANES)
-_INTS = ir.VectorType(_INT32, LANES)
+FLOAT, INT32, INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
+VECTOR = ir.VectorType(FLOAT, LANES)
+INTS = ir.VectorType(INT32, LANES)
 
 
-class VectorType(types.Type):
+class VectorType(types.Type):  # type: ignore[misc]
     """LANES numbers of float32 in one register."""
 
     def __init__(self):
@@ -45,27 +44,40 @@ vector = VectorType()
 @register_model(VectorType)
 class _VectorModel(models.PrimitiveModel):  # type: ignore[misc]
     def __init__(self, manager, frontend_type):
-        super().__init__(manager, frontend_type, _VECTOR)
+        super().__init__(manager, frontend_type, VECTOR)
 
 
 # ------------------------------------------------------------------------------------------------ loading and storing
 
 
-def _address(context, builder, array_type, array, offset):
+def address_of(context, builder, array_type, array, offset):
+    """LLVM's pointer to array[offset]."""
     return builder.gep(context.make_array(array_type)(context, builder, array).data, [offset])
 
 
-def _load_vector(builder, element, address):
+def load_vector(builder, element, address):
     """LANES numbers from `address`, unaligned; bfloat16, which is the upper half of a float32, is widened."""
     if element == types.float32:
-        return builder.load(builder.bitcast(address, _VECTOR.as_pointer()), align=4)
+        return builder.load(builder.bitcast(address, VECTOR.as_pointer()), align=4)
     halves = builder.load(builder.bitcast(address, ir.VectorType(ir.IntType(16), LANES).as_pointer()), align=2)
-    shift = ir.Constant(_INTS, [16] * LANES)
-    return builder.bitcast(builder.shl(builder.zext(halves, _INTS), shift), _VECTOR)
+    shift = ir.Constant(INTS, [16] * LANES)
+    return builder.bitcast(builder.shl(builder.zext(halves, INTS), shift), VECTOR)
 
 
-def _store_vector(builder, value, address):
-    builder.store(value, builder.bitcast(address, _VECTOR.as_pointer()), align=4)
+def store_vector(builder, element, value, address):
+    """LANES numbers to `address`, unaligned; rounded to nearest even where it holds bfloat16."""
+    if element == types.float32:
+        builder.store(value, builder.bitcast(address, VECTOR.as_pointer()), align=4)
+        return
+    word = lambda n: ir.Constant(INTS, [n] * LANES)  # noqa: E731
+    bits = builder.bitcast(value, INTS)
+    upper = builder.lshr(bits, word(16))
+    odd = builder.and_(upper, word(1))
+    rounded = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
+    quiet = builder.or_(upper, word(0x40))  # rounding could carry a NaN over into infinity
+    chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, rounded)
+    halves = ir.VectorType(ir.IntType(16), LANES)
+    builder.store(builder.trunc(chosen, halves), builder.bitcast(address, halves.as_pointer()), align=2)
 
 
 @intrinsic
@@ -73,27 +85,30 @@ def load(typing, array, offset):
     """array[offset : offset + LANES], of float32, or of uint16 that holds bfloat16."""
 
     def generate(context, builder, signature, args):
-        address = _address(context, builder, signature.args[0], *args)
-        return _load_vector(builder, signature.args[0].dtype, address)
+        address = address_of(context, builder, signature.args[0], *args)
+        return load_vector(builder, signature.args[0].dtype, address)
 
     return vector(array, types.intp), generate
 
 
 @intrinsic
 def store(typing, array, offset, value):
-    """array[offset : offset + LANES] = value, of float32."""
+    """array[offset : offset + LANES] = value, of float32, or of uint16 that holds bfloat16."""
 
     def generate(context, builder, signature, args):
-        _store_vector(builder, args[2], _address(context, builder, signature.args[0], args[0], args[1]))
+        array, offset, value = args
+        address = address_of(context, builder, signature.args[0], array, offset)
+        store_vector(builder, signature.args[0].dtype, value, address)
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector), generate
 
 
-def _splat(builder, number):
-    undefined = ir.Constant(_VECTOR, ir.Undefined)
-    first = builder.insert_element(undefined, number, ir.Constant(_INT32, 0))
-    return builder.shuffle_vector(first, undefined, ir.Constant(_INTS, [0] * LANES))
+def splat_number(builder, number):
+    """All lanes the same number, inside an intrinsic."""
+    undefined = ir.Constant(VECTOR, ir.Undefined)
+    first = builder.insert_element(undefined, number, ir.Constant(INT32, 0))
+    return builder.shuffle_vector(first, undefined, ir.Constant(INTS, [0] * LANES))
 
 
 @intrinsic
@@ -101,29 +116,9 @@ def splat(typing, number):
     """All lanes the same number."""
 
     def generate(context, builder, signature, args):
-        return _splat(builder, args[0])
+        return splat_number(builder, args[0])
 
     return vector(types.float32), generate
-
-
-@intrinsic
-def prefetch(typing, array, offset):
-    """Ask for the cache line of array[offset], which need not exist."""
-
-    def generate(context, builder, signature, args):
-        _prefetch_line(builder, _address(context, builder, signature.args[0], *args))
-        return context.get_dummy_value()
-
-    return types.void(array, types.intp), generate
-
-
-def _prefetch_line(builder, address):
-    byte = ir.IntType(8).as_pointer()
-    kind = ir.FunctionType(ir.VoidType(), [byte, _INT32, _INT32, _INT32])
-    function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-    read, keep, data = 0, 3, 1
-    flags = [ir.Constant(_INT32, flag) for flag in (read, keep, data)]
-    builder.call(function, [builder.bitcast(address, byte), *flags])
 
 
 @intrinsic
@@ -133,33 +128,32 @@ def widen(typing, number):
     def generate(context, builder, signature, args):
         if signature.args[0] == types.float32:
             return args[0]
-        bits = builder.shl(builder.zext(args[0], _INT32), ir.Constant(_INT32, 16))
-        return builder.bitcast(bits, _FLOAT)
+        bits = builder.shl(builder.zext(args[0], INT32), ir.Constant(INT32, 16))
+        return builder.bitcast(bits, FLOAT)
 
     return types.float32(number), generate
 
 
+@compiled
+def put(array, offset, number):
+    """array[offset] = number; as bfloat16 where the array is uint16."""
+    if array.itemsize == 4:
+        array[offset] = number
+    else:
+        array[offset] = _narrow(number)
+
+
 @intrinsic
-def put(typing, array, offset, number):
-    """array[offset] = number; as bfloat16, rounded to nearest even, where the array is uint16."""
+def _narrow(typing, number):
+    """The bfloat16 nearest to a float32, as uint16."""
 
     def generate(context, builder, signature, args):
-        array, offset, number = args
-        address = _address(context, builder, signature.args[0], array, offset)
-        if signature.args[0].dtype == types.uint16:
-            number = _to_bfloat16(builder, number)
-        builder.store(number, address)
-        return context.get_dummy_value()
+        place = cgutils.alloca_once(builder, ir.VectorType(ir.IntType(16), LANES))
+        element = builder.gep(builder.bitcast(place, ir.IntType(16).as_pointer()), [ir.Constant(INT32, 0)])
+        store_vector(builder, types.uint16, splat_number(builder, args[0]), element)
+        return builder.load(element)
 
-    return types.void(array, types.intp, types.float32), generate
-
-
-def _to_bfloat16(builder, number):
-    bits, word = builder.bitcast(number, _INT32), lambda n: ir.Constant(_INT32, n)
-    odd = builder.and_(builder.lshr(bits, word(16)), word(1))
-    rounded = builder.lshr(builder.add(bits, builder.add(odd, word(0x7FFF))), word(16))
-    nan = builder.or_(builder.lshr(bits, word(16)), word(0x40))  # rounding could carry a NaN over into infinity
-    return builder.trunc(builder.select(builder.fcmp_unordered("uno", number, number), nan, rounded), ir.IntType(16))
+    return types.uint16(types.float32), generate
 
 
 # --------------------------------------------------------------------------------------------------------- arithmetic
@@ -203,9 +197,9 @@ def _overload_div(left, right):
     return (lambda left, right: _divide(left, right)) if _both(left, right) else None
 
 
-def _llvm(builder, name: str, *args):
+def call_llvm(builder, name: str, *args):
     """Call one of LLVM's own functions on vectors, such as fma."""
-    kind = ir.FunctionType(_VECTOR, [_VECTOR] * len(args))
+    kind = ir.FunctionType(VECTOR, [VECTOR] * len(args))
     function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.{name}.v{LANES}f32")
     return builder.call(function, args)
 
@@ -215,7 +209,7 @@ def fma(typing, x, y, z):
     """x * y + z, rounded once."""
 
     def generate(context, builder, signature, args):
-        return _llvm(builder, "fma", *args)
+        return call_llvm(builder, "fma", *args)
 
     return vector(vector, vector, vector), generate
 
@@ -235,9 +229,9 @@ def first_lanes(typing, count, value, other):
     """The first `count` lanes of `value`, the others of `other`: a choice, not a product, so that NaN stays out."""
 
     def generate(context, builder, signature, args):
-        lane = ir.Constant(ir.VectorType(_INT64, LANES), list(range(LANES)))
-        many = builder.insert_element(ir.Constant(lane.type, ir.Undefined), args[0], ir.Constant(_INT32, 0))
-        many = builder.shuffle_vector(many, ir.Constant(lane.type, ir.Undefined), ir.Constant(_INTS, [0] * LANES))
+        lane = ir.Constant(ir.VectorType(INT64, LANES), list(range(LANES)))
+        many = builder.insert_element(ir.Constant(lane.type, ir.Undefined), args[0], ir.Constant(INT32, 0))
+        many = builder.shuffle_vector(many, ir.Constant(lane.type, ir.Undefined), ir.Constant(INTS, [0] * LANES))
         return builder.select(builder.icmp_signed("<", lane, many), args[1], args[2])
 
     return vector(types.intp, vector, vector), generate
@@ -249,8 +243,8 @@ def _folded(builder, value, combine):
     while width > 1:
         width //= 2
         lanes = [(lane + width) % LANES for lane in range(LANES)]
-        value = combine(value, builder.shuffle_vector(value, value, ir.Constant(_INTS, lanes)))
-    return builder.extract_element(value, ir.Constant(_INT32, 0))
+        value = combine(value, builder.shuffle_vector(value, value, ir.Constant(INTS, lanes)))
+    return builder.extract_element(value, ir.Constant(INT32, 0))
 
 
 @intrinsic
@@ -268,9 +262,7 @@ def largest_of(typing, value):
     """The largest lane."""
 
     def generate(context, builder, signature, args):
-        return _folded(
-            builder, args[0], lambda a, b: builder.select(builder.fcmp_ordered("<", a, b), b, a)
-        )
+        return _folded(builder, args[0], lambda a, b: builder.select(builder.fcmp_ordered("<", a, b), b, a))
 
     return types.float32(vector), generate
 
@@ -280,10 +272,10 @@ def _exponent(typing, x):
     """floor(x * log2(e) + 1/2) for each lane; 0 for NaN."""
 
     def generate(context, builder, signature, args):
-        scaled = builder.fmul(args[0], ir.Constant(_VECTOR, [1.44269504088896341] * LANES))
-        nearest = _llvm(builder, "floor", builder.fadd(scaled, ir.Constant(_VECTOR, [0.5] * LANES)))
+        scaled = builder.fmul(args[0], ir.Constant(VECTOR, [1.44269504088896341] * LANES))
+        nearest = call_llvm(builder, "floor", builder.fadd(scaled, ir.Constant(VECTOR, [0.5] * LANES)))
         number = builder.fcmp_ordered("==", nearest, nearest)
-        return builder.select(number, nearest, ir.Constant(_VECTOR, [0.0] * LANES))
+        return builder.select(number, nearest, ir.Constant(VECTOR, [0.0] * LANES))
 
     return vector(vector), generate
 
@@ -293,8 +285,8 @@ def _two_to(typing, n):
     """2 ** n for whole n from -126 to 127, made of the exponent's bits."""
 
     def generate(context, builder, signature, args):
-        biased = builder.add(builder.fptosi(args[0], _INTS), ir.Constant(_INTS, [127] * LANES))
-        return builder.bitcast(builder.shl(biased, ir.Constant(_INTS, [23] * LANES)), _VECTOR)
+        biased = builder.add(builder.fptosi(args[0], INTS), ir.Constant(INTS, [127] * LANES))
+        return builder.bitcast(builder.shl(biased, ir.Constant(INTS, [23] * LANES)), VECTOR)
 
     return vector(vector), generate
 
@@ -317,7 +309,7 @@ def _zero_below(typing, x, least, value):
 
     def generate(context, builder, signature, args):
         x, least, value = args
-        return builder.select(builder.fcmp_ordered("<", x, least), ir.Constant(_VECTOR, [0.0] * LANES), value)
+        return builder.select(builder.fcmp_ordered("<", x, least), ir.Constant(VECTOR, [0.0] * LANES), value)
 
     return vector(vector, vector, vector), generate
 
@@ -345,139 +337,3 @@ def exp(x):
     terms = fma(terms, r, splat(_EXP_TERMS[5]))
     value = (fma(terms, r * r, r) + splat(_ONE)) * _two_to(n)
     return _zero_below(x, splat(_EXP_LEAST), value)
-
-
-# ------------------------------------------------------------------------------------------------- the product's tile
-
-STORE, ADD = 0, 1  # what `multiply_tile` does with its sums
-
-
-@intrinsic
-def multiply_tile(
-    typing, rows, a, a_at, a_row, b, b_at, b_row, depth,
-    c, c_at, c_row, how,
-):  # fmt: skip
-    """c[:rows, :TILE_COLUMNS] = (or, with ADD, +=) a[:rows, :depth] @ b[:depth, :TILE_COLUMNS].
-
-    1 <= rows <= TILE_ROWS. Each matrix is a flat array, an offset (`a_at`) and the distance of two rows (`a_row`); a and c are
-    float32, b is that or uint16 that holds bfloat16. All sums stay in registers. A sum is one chain of fused
-    multiply-adds over the depth from 0 up: its bits depend on its row and its column and on nothing else.
-    """
-
-    def generate(context, builder, signature, args):
-        rows, a, a_at, a_row, b, b_at, b_row, depth, c, c_at, c_row, how = args
-        a = _address(context, builder, signature.args[1], a, a_at)
-        b = _address(context, builder, signature.args[4], b, b_at)
-        c = _address(context, builder, signature.args[8], c, c_at)
-        end = builder.append_basic_block("end")
-        switch = builder.switch(rows, end)
-        for count in range(1, TILE_ROWS + 1):
-            block = builder.append_basic_block(f"rows{count}")
-            switch.add_case(ir.Constant(_INT64, count), block)
-            builder.position_at_end(block)
-            sums = _tile_sums(builder, count, (a, a_row), (b, b_row, signature.args[4].dtype), depth)
-            _put_sums(builder, sums, (c, c_row), how)
-            builder.branch(end)
-        builder.position_at_end(end)
-        return context.get_dummy_value()
-
-    offset = types.intp
-    matrix = (offset, offset)
-    return types.void(offset, a, *matrix, b, *matrix, offset, c, *matrix, offset), generate
-
-
-def _tile_sums(builder, rows, a, b, depth):
-    """Emit the loop over the depth for a fixed number of rows; sums[row][half] are phi nodes, that is, registers."""
-    (a, a_row), (b, b_row, element) = a, b
-    zero, number = ir.Constant(_VECTOR, [0.0] * LANES), lambda n: ir.Constant(_INT64, n)
-    a_rows = [builder.gep(a, [builder.mul(a_row, number(row))]) for row in range(rows)]
-    before = builder.block
-    loop, after = builder.append_basic_block("depth"), builder.append_basic_block("sums")
-    builder.cbranch(builder.icmp_signed(">", depth, number(0)), loop, after)
-    builder.position_at_end(loop)
-    k = builder.phi(_INT64)
-    k.add_incoming(number(0), before)
-    sums = [[builder.phi(_VECTOR) for _ in range(2)] for _ in range(rows)]
-    at = builder.gep(b, [builder.mul(k, b_row)])
-    halves = [_load_vector(builder, element, builder.gep(at, [number(half * LANES)])) for half in range(2)]
-    _prefetch_row(builder, builder.gep(at, [builder.mul(b_row, number(_PREFETCH_STEPS))]), element)
-    added = []
-    for row in range(rows):
-        x = _splat(builder, builder.load(builder.gep(a_rows[row], [k])))
-        added.append([_llvm(builder, "fma", x, halves[half], sums[row][half]) for half in range(2)])
-    following = builder.add(k, number(1))
-    k.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
-    builder.position_at_end(after)
-    results = [[builder.phi(_VECTOR) for _ in range(2)] for _ in range(rows)]
-    for row in range(rows):
-        for half in range(2):
-            sums[row][half].add_incoming(zero, before)
-            sums[row][half].add_incoming(added[row][half], loop)
-            results[row][half].add_incoming(zero, before)
-            results[row][half].add_incoming(added[row][half], loop)
-    return results
-
-
-def _prefetch_row(builder, address, element):
-    """Ask for a row of b that comes later: a panel of weights is read once, in order, from memory."""
-    numbers_a_line = 16 if element == types.float32 else 32
-    for start in range(0, TILE_COLUMNS, numbers_a_line):
-        _prefetch_line(builder, builder.gep(address, [ir.Constant(_INT64, start)]))
-
-
-def _put_sums(builder, sums, c, how):
-    c, c_row = c
-    add, put, done = (builder.append_basic_block(name) for name in ("add", "put", "done"))
-    places = [
-        (value, builder.gep(c, [builder.add(builder.mul(c_row, ir.Constant(_INT64, row)), ir.Constant(_INT64, half * LANES))]))
-        for row, halves in enumerate(sums)
-        for half, value in enumerate(halves)
-    ]  # fmt: skip
-    builder.cbranch(builder.icmp_signed("==", how, ir.Constant(_INT64, ADD)), add, put)
-    builder.position_at_end(add)
-    for value, place in places:
-        _store_vector(builder, builder.fadd(_load_vector(builder, types.float32, place), value), place)
-    builder.branch(done)
-    builder.position_at_end(put)
-    for value, place in places:
-        _store_vector(builder, value, place)
-    builder.branch(done)
-    builder.position_at_end(done)
-
-
-@intrinsic
-def transpose_square(typing, a, a_at, a_row, c, c_at, c_row):
-    """c[j, i] = a[i, j] for i, j < LANES: log2(LANES) rounds of shuffles between pairs of registers."""
-
-    def generate(context, builder, signature, args):
-        a, a_at, a_row, c, c_at, c_row = args
-        a = _address(context, builder, signature.args[0], a, a_at)
-        c = _address(context, builder, signature.args[3], c, c_at)
-        element, number = signature.args[0].dtype, lambda n: ir.Constant(_INT64, n)
-        rows = [
-            _load_vector(builder, element, builder.gep(a, [builder.mul(a_row, number(row))])) for row in range(LANES)
-        ]
-        for row, value in enumerate(_transposed(builder, rows)):
-            _store_vector(builder, value, builder.gep(c, [builder.mul(c_row, number(row))]))
-        return context.get_dummy_value()
-
-    offset = types.intp
-    return types.void(a, offset, offset, c, offset, offset), generate
-
-
-def _transposed(builder, rows):
-    """Swap the off-diagonal quarters of ever smaller squares."""
-    width = LANES // 2
-    while width:
-        upper = [lane if not lane & width else LANES + lane - width for lane in range(LANES)]
-        lower = [lane + width if not lane & width else LANES + lane for lane in range(LANES)]
-        swapped = list(rows)
-        for row in range(LANES):
-            if not row & width:
-                pair = rows[row], rows[row + width]
-                swapped[row] = builder.shuffle_vector(*pair, ir.Constant(_INTS, upper))
-                swapped[row + width] = builder.shuffle_vector(*pair, ir.Constant(_INTS, lower))
-        rows = swapped
-        width //= 2
-    return rows
