@@ -194,7 +194,7 @@ def score(
         for row in range(0, rows, height):
             multiply_tile(
                 min(height, rows - row), queries, row * wide, wide, key_tile, 0, TILE_COLUMNS, head_dim,
-                scores, row * PARTITION + tile, PARTITION, STORE,
+                scores, row * PARTITION + tile, PARTITION, STORE, 0, 0,
             )  # fmt: skip
 
 
@@ -206,7 +206,7 @@ def sum_values(value_rows, count, wide, rows, scores, part_result):
         for column in range(0, wide, TILE_COLUMNS):
             multiply_tile(
                 min(height, rows - row), scores, row * PARTITION, PARTITION, value_rows, column, wide, count,
-                part_result, row * wide + column, wide, STORE,
+                part_result, row * wide + column, wide, STORE, 0, 0,
             )  # fmt: skip
 
 
@@ -219,7 +219,7 @@ def sum_in_place(values, tables, table, start, count, block_size, slot_size, at,
         for column in range(0, wide, TILE_COLUMNS):
             multiply_tile(
                 rows, scores, j, PARTITION, values, slot * slot_size + at + column, slot_size, run,
-                part_result, column, wide, CHAIN if j else STORE,
+                part_result, column, wide, CHAIN if j else STORE, 0, 0,
             )  # fmt: skip
         j += run
 

@@ -26,15 +26,13 @@ from pagetable.model.kernels.vectors import (
     store_vector,
 )
 
-_PREFETCH_STEPS = 16  # how many rows of weights ahead; of 8 to 64 measured alike, none is a tenth slower
-
 STORE, ADD, CHAIN = 0, 1, 2  # what `multiply_tile` does with its sums: see there
 
 
 @intrinsic
 def multiply_tile(
     typing, rows, a, a_at, a_row, b, b_at, b_row, depth,
-    c, c_at, c_row, how,
+    c, c_at, c_row, how, soon_at, pace,
 ):  # fmt: skip
     """c[:rows, :TILE_COLUMNS] = a[:rows, :depth] @ b[:depth, :TILE_COLUMNS]; with ADD or CHAIN, +=.
 
@@ -42,11 +40,15 @@ def multiply_tile(
     and c are float32, b is that or uint16 that holds bfloat16. All sums stay in registers. A sum is one chain of fused
     multiply-adds over the depth from 0 up: its bits depend on its row and its column and on nothing else. ADD forms it
     apart and adds it to what was there; CHAIN goes on from what was there, as if two depths were one.
+
+    On the way, rows of b from offset `soon_at` are prefetched, `pace` / 256 of them for each step in depth: evenly,
+    since a processor drops requests that come faster than its memory answers.
     """
 
     def generate(context, builder, signature, args):
-        rows, a, a_at, a_row, b, b_at, b_row, depth, c, c_at, c_row, how = args
+        rows, a, a_at, a_row, b, b_at, b_row, depth, c, c_at, c_row, how, soon_at, pace = args
         a = address_of(context, builder, signature.args[1], a, a_at)
+        soon = address_of(context, builder, signature.args[4], b, soon_at)
         b = address_of(context, builder, signature.args[4], b, b_at)
         c = address_of(context, builder, signature.args[8], c, c_at)
         end = builder.append_basic_block("end")
@@ -55,7 +57,8 @@ def multiply_tile(
             block = builder.append_basic_block(f"rows{count}")
             switch.add_case(ir.Constant(INT64, count), block)
             builder.position_at_end(block)
-            sums = _tile_sums(builder, count, (a, a_row), (b, b_row, signature.args[4].dtype), depth, (c, c_row), how)
+            weights = b, b_row, signature.args[4].dtype, soon, pace
+            sums = _tile_sums(builder, count, (a, a_row), weights, depth, (c, c_row), how)
             _put_sums(builder, sums, (c, c_row), how)
             builder.branch(end)
         builder.position_at_end(end)
@@ -63,12 +66,12 @@ def multiply_tile(
 
     offset = types.intp
     matrix = (offset, offset)
-    return types.void(offset, a, *matrix, b, *matrix, offset, c, *matrix, offset), generate
+    return types.void(offset, a, *matrix, b, *matrix, offset, c, *matrix, offset, offset, offset), generate
 
 
 def _tile_sums(builder, rows, a, b, depth, c, how):
     """Emit the loop over the depth for a fixed number of rows; sums[row][half] are phi nodes, that is, registers."""
-    (a, a_row), (b, b_row, element) = a, b
+    (a, a_row), (b, b_row, element, soon, pace) = a, b
     number = lambda n: ir.Constant(INT64, n)  # noqa: E731
     a_rows = [builder.gep(a, [builder.mul(a_row, number(row))]) for row in range(rows)]
     starts = _starting_sums(builder, rows, c, how)
@@ -81,7 +84,8 @@ def _tile_sums(builder, rows, a, b, depth, c, how):
     sums = [[builder.phi(VECTOR) for _ in range(2)] for _ in range(rows)]
     at = builder.gep(b, [builder.mul(k, b_row)])
     halves = [load_vector(builder, element, builder.gep(at, [number(half * LANES)])) for half in range(2)]
-    _prefetch_row(builder, builder.gep(at, [builder.mul(b_row, number(_PREFETCH_STEPS))]), element)
+    step = builder.lshr(builder.mul(k, pace), number(8))
+    _prefetch_row(builder, builder.gep(soon, [builder.mul(step, b_row)]), element)
     added = []
     for row in range(rows):
         x = splat_number(builder, builder.load(builder.gep(a_rows[row], [k])))
@@ -134,7 +138,7 @@ def _prefetch_line(builder, address):
 
 
 def _prefetch_row(builder, address, element):
-    """Ask for a row of b that comes later: a panel of weights is read once, in order, from memory."""
+    """Ask for the cache lines of one row of b."""
     numbers_a_line = 16 if element == types.float32 else 32
     for start in range(0, TILE_COLUMNS, numbers_a_line):
         _prefetch_line(builder, builder.gep(address, [ir.Constant(INT64, start)]))
