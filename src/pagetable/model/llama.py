@@ -26,11 +26,12 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from pagetable.engine.step import Step
+from pagetable.engine.step import SamplingBatch, Step
 from pagetable.model.attention import AttentionBackend, TorchAttention
 from pagetable.model.config import ModelConfig
 from pagetable.model.kv_cache import KVCache
 from pagetable.model.rope import rope_table, rotate
+from pagetable.model.sampler import draw_rows
 from pagetable.model.weights import Place, TensorPlace
 
 
@@ -161,6 +162,10 @@ class Llama(nn.Module):
         )
         hidden = self(token_ids, positions, attention)
         return self.logits(hidden[rows]) if len(wanted) else hidden.new_empty((0, self.config.vocab_size))
+
+    def draw(self, logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
+        """See `Decoder.draw`."""
+        return draw_rows(logits, largest, batch, rows)
 
     def allocate(self, device: torch.device) -> None:
         """Take memory for the weights of a model made on the meta device."""

@@ -48,6 +48,9 @@ class Decoder(Protocol):
         Returns scores over the vocabulary (R, V), float32, after each of the tokens `wanted` (R,).
         """
 
+    def draw(self, logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
+        """Draw a token for each of `rows` of `logits`: see `sampler.draw_rows`."""
+
 
 class ModelRunner:
     """Runs a loaded model over a paged KV cache of `num_blocks` blocks of `block_size` tokens.
@@ -103,7 +106,7 @@ class ModelRunner:
             return StepOutput(token_ids=[])
         try:
             with _one_thread():
-                tokens, logprobs = sample(logits, step.sampling)
+                tokens, logprobs = sample(logits, step.sampling, self.model.draw)
         except LogitsError as error:
             raise LogitsError(wanted[error.rows].tolist()) from error
         return StepOutput(token_ids=tokens, logprobs=logprobs)

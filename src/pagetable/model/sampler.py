@@ -12,7 +12,7 @@ cumulative sum would have as many borders to fall over as there are tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,10 @@ _RACE_ROWS = 16  # rows whose numbers are in memory at once, 8 bytes a token
 _NUCLEUS = 1024  # tokens in which top_p looks first; only a row whose nucleus is larger pays for a full sort
 
 
+# (logits, largest of each row, batch, rows) -> tokens: see `draw_rows`.
+Draw = Callable[[Tensor, Tensor, SamplingBatch, NDArray[np.int64]], Tensor]
+
+
 class LogitsError(FloatingPointError):
     """Logits from which nothing can be chosen: NaN, infinite, or every token banned. `rows` says where."""
 
@@ -37,10 +41,13 @@ class LogitsError(FloatingPointError):
         self.rows = rows
 
 
-def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+def sample(
+    logits: Tensor, batch: SamplingBatch, draw: Draw | None = None
+) -> tuple[list[int], list[TokenLogprobs | None] | None]:
     """One token for each row of `logits`, and the log-probabilities that were asked for (None when nobody asked).
 
-    `logits` is (R, V) float32 and is overwritten where tokens are banned. Raises `LogitsError` before drawing anything.
+    `logits` is (R, V) float32 and is overwritten where tokens are banned. `draw` is how a model draws if not as here.
+    Raises `LogitsError` before drawing anything.
     """
     asking = np.flatnonzero(batch.num_logprobs >= 0)
     logprobs = torch.log_softmax(logits[_on(logits, asking)], dim=-1) if len(asking) else None
@@ -54,8 +61,7 @@ def sample(logits: Tensor, batch: SamplingBatch) -> tuple[list[int], list[TokenL
         raise LogitsError(bad)
     drawing = np.flatnonzero(batch.temperature > 0)
     if len(drawing):
-        rows_at = _on(logits, drawing)
-        chosen[rows_at] = _draw(logits[rows_at] - best[rows_at, None], batch, drawing)
+        chosen[_on(logits, drawing)] = (draw or draw_rows)(logits, best, batch, drawing)
     if logprobs is None:
         return chosen.tolist(), None
     reports: list[TokenLogprobs | None] = [None] * len(batch)
@@ -79,13 +85,18 @@ def uniform(seeds: NDArray[np.uint64], output_index: NDArray[np.int64], like: Te
     SplitMix64 (Steele, Lea and Flood 2014, OOPSLA): a stream of tokens for each pair, entered at a hash of the index
     and a hash of the seed, since neighbouring seeds would otherwise walk the same stream a few steps apart.
     """
-    count = np.asarray(output_index).astype(np.uint64) + np.uint64(1)
-    entry = _mix64(_mix64(np.asarray(seeds, dtype=np.uint64) + _GAMMA) + count * _GAMMA)
+    entry = race_entries(seeds, output_index)
     tokens = torch.arange(1, like.shape[1] + 1, device=like.device)
     x = _on(like, entry.astype(np.int64))[:, None] + tokens * int(_GAMMA.astype(np.int64))
     for shift, factor in ((30, _FACTORS[0]), (27, _FACTORS[1])):
         x = (x ^ _shifted(x, shift)) * int(factor.astype(np.int64))  # int64 wraps around as uint64 does
     return (_shifted(x ^ _shifted(x, 31), 12).double() + 0.5) * 2.0**-52
+
+
+def race_entries(seeds: NDArray[np.uint64], output_index: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Where each (seed, index) enters its stream of numbers."""
+    count = np.asarray(output_index).astype(np.uint64) + np.uint64(1)
+    return _mix64(_mix64(np.asarray(seeds, dtype=np.uint64) + _GAMMA) + count * _GAMMA)
 
 
 _GAMMA = np.uint64(0x9E3779B97F4A7C15)
@@ -107,8 +118,10 @@ def _on(like: Tensor, array: NDArray[Any]) -> Tensor:
     return torch.tensor(array, device=like.device)
 
 
-def _draw(shifted: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
-    """Draw a token for each of `rows`; `shifted` (r, V) are their logits minus the largest."""
+def draw_rows(logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
+    """Draw a token for each of `rows` of `logits` (R, V), whose largest values are given (R,)."""
+    rows_at = _on(logits, rows)
+    shifted = logits[rows_at] - largest[rows_at, None]
     vocabulary = shifted.shape[1]
     # 1e39 is infinite in float32, and -inf / inf would be NaN. The largest weight is 1, so nothing overflows.
     temperature = _on(shifted, batch.temperature[rows].clip(max=np.finfo(np.float32).max))

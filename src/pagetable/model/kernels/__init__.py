@@ -7,6 +7,7 @@
     plan        how a step's attention is cut into units of work
     attention   attention through the block table, in place
     decoder     the whole of a step, from token ids to logits
+    sampling    drawing tokens, without and with filters
     compile     where machine code is kept
 
 Importing this needs Numba; the rest of `pagetable.model` does without.

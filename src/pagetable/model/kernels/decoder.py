@@ -27,11 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pagetable.engine.step import Step
+from pagetable.engine.step import SamplingBatch, Step
 from pagetable.model.config import ModelConfig
 from pagetable.model.kernels.attention import PagedAttention, attend_units, join_partials
 from pagetable.model.kernels.compile import announce, compiled
 from pagetable.model.kernels.linear import PackedRows, copy, embed, empty, multiply, multiply_gated, padded, row_size
+from pagetable.model.kernels.sampling import draw
 from pagetable.model.kernels.team import Team, barrier, claim, default_threads, share
 from pagetable.model.kernels.tiles import ADD, STORE
 from pagetable.model.kernels.vectors import LANES, TILE_COLUMNS, first_lanes, fma, load, splat, store, sum_of
@@ -318,6 +319,10 @@ class CompiledLlama:
         )  # fmt: skip
         row = padded(c.vocab_size)
         return torch.from_numpy(logits[: len(wanted) * row].reshape(len(wanted), row)[:, : c.vocab_size])
+
+    def draw(self, logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
+        """See `Decoder.draw`."""
+        return draw(self.team, logits, largest, batch, rows)
 
     def _array(self, name: str, size: int) -> np.ndarray:
         """Room for intermediate results, kept from step to step, and larger when a step needs more."""
