@@ -17,7 +17,7 @@ What each part does:
 
 Prompts are token ids of natural text (the manual inside Python, so they differ between Python versions). Greedy, past
 end tokens, float32 weights (openvino: from float16) and arithmetic. Contestants take turns, each in its own process,
-with empty prefix caches, and only one computes at a time.
+with empty prefix caches, and only one computes at a time. "ours / it" above 1 is good in rates, below 1 in times.
 
 The roofline. A step that computes n new tokens of a sequence, the last of them seeing c tokens, takes at least
 
@@ -634,7 +634,7 @@ def chosen_parts(text: str) -> list[str]:
 def options() -> argparse.Namespace:
     """What was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="half a minute, less of everything; not to be quoted")
+    parser.add_argument("--quick", action="store_true", help="two minutes, less of everything; not to be quoted")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--rounds", type=int, default=3, help="how often each contestant has its turn")
     parser.add_argument("--only", type=chosen_parts, default=list(PARTS), metavar="PARTS", help=",".join(PARTS))
@@ -655,7 +655,7 @@ def main() -> None:
         judge = Contestant("transformers", sys.executable, "transformers", model, ())
     with tempfile.TemporaryDirectory() as folder:
         contestants = find_contestants(asked, model, Path(folder))
-        report = Report(asked.json, ("pagetable", "torch", "numba"))
+        report = Report(asked.json, ("pagetable", "torch", "numba", *(["transformers"] if judge else [])))
         memory = Memory()
         probe_s = probe(contestants[0], workloads.rest[:PROBE], memory)
         roofline = Roofline.measure(load_config(open_checkpoint(model)), probe_s, memory)

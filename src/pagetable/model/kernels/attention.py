@@ -384,10 +384,11 @@ def finish(result, at, total, out, place, head_dim):
 
 
 @compiled
-def _attend_layer(
+def attend_layer(
     thread, threads, sync, counters, q, k, v, keys, values, out, group, kv_heads, head_dim, block_size,
     positions, slots, tables, members, units, partials, split_tokens, partial_results, scratch,
 ):  # fmt: skip
+    """One layer's attention by itself: store K and V, attend, join."""
     size, row = kv_heads * head_dim, group * kv_heads * head_dim
     store_rows(counters, 0, k, keys, slots, size)
     store_rows(counters, 1, v, values, slots, size)
@@ -441,7 +442,7 @@ class PagedAttention:
         flat = [x.float().contiguous().numpy().reshape(-1) for x in (q, k, v)]
         keys, values = self.layers[layer]
         self.team.run(
-            _attend_layer, np.zeros(4, np.int64), *flat, keys, values, out.numpy().reshape(-1),
+            attend_layer, np.zeros(4, np.int64), *flat, keys, values, out.numpy().reshape(-1),
             q.shape[1] // self.kv_heads, self.kv_heads, self.head_dim, self.cache.block_size,
             plan.positions, plan.slots, plan.tables, plan.members, plan.units, plan.partials, plan.split_tokens,
             self.partial_results, self.scratch,

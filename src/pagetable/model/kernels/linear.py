@@ -22,7 +22,7 @@ from pagetable.model.kernels.vectors import LANES, TILE_COLUMNS, TILE_ROWS, exp,
 _CACHE_LINE = 64  # bytes
 _BLOCK_ROWS = 8 * TILE_ROWS  # rows that one unit of work multiplies with one panel
 _ZERO, _ONE = np.float32(0), np.float32(1)
-_STEPS_AHEAD = 16  # of 8 to 64 measured alike, none is a tenth slower
+_STEPS_AHEAD = 16  # rows of a panel; 8 to 64 measured within a tenth of each other
 _SHARES = 2  # units that each thread takes of a product of few rows: long stretches of memory, yet some balance
 
 
@@ -112,9 +112,22 @@ def multiply(counters, phase, threads, rows, a, a_row, panels, bias, c, c_row, h
             at = panel * depth * TILE_COLUMNS
             for row in range(begin, end, height):
                 count, place = min(height, end - row), row * c_row + panel * TILE_COLUMNS
-                soon_at, pace = look_ahead(at, depth, row - begin, end - begin, height, 1)
+                soon_at, soon_step = look_ahead(at, depth, row - begin, end - begin, height, 1)
                 multiply_tile(
-                    count, a, row * a_row, a_row, flat, at, TILE_COLUMNS, depth, c, place, c_row, how, soon_at, pace
+                    count,
+                    a,
+                    row * a_row,
+                    a_row,
+                    flat,
+                    at,
+                    TILE_COLUMNS,
+                    depth,
+                    c,
+                    place,
+                    c_row,
+                    how,
+                    soon_at,
+                    soon_step,
                 )
                 if bias.size:
                     add_bias(bias, panel * TILE_COLUMNS, c, place, c_row, count)
@@ -142,10 +155,10 @@ def multiply_gated(counters, phase, threads, rows, a, a_row, panels, bias, c, c_
                 for half in range(2):
                     panel = 2 * pair + half
                     at = panel * depth * TILE_COLUMNS
-                    soon_at, pace = look_ahead(at, depth, row - begin, end - begin, height, 2)
+                    soon_at, soon_step = look_ahead(at, depth, row - begin, end - begin, height, 2)
                     multiply_tile(
                         count, a, row * a_row, a_row, flat, at, TILE_COLUMNS, depth,
-                        scratch, half * up, TILE_COLUMNS, STORE, soon_at, pace,
+                        scratch, half * up, TILE_COLUMNS, STORE, soon_at, soon_step,
                     )  # fmt: skip
                     if bias.size:
                         add_bias(bias, panel * TILE_COLUMNS, scratch, half * up, TILE_COLUMNS, count)
@@ -158,16 +171,16 @@ def multiply_gated(counters, phase, threads, rows, a, a_row, panels, bias, c, c_
 
 @compiled
 def look_ahead(at, depth, row, rows, height, stride):
-    """What to prefetch while a panel, at offset `at`, is multiplied with the tile that begins at `row`, and how fast.
+    """What to prefetch while a panel, at offset `at`, meets the tile that begins at `row`: where, and by which steps.
 
     A lone tile asks for the rows of its own panel that come next. With more, the panel is near after the first; all
-    of them together fetch the next one.
+    of them together fetch the next one, which is `stride` further on (2 where gate and up take turns).
     """
     tiles = (rows + height - 1) // height
     if tiles == 1:
-        return at + _STEPS_AHEAD * TILE_COLUMNS, 256
-    done = row // height * depth // tiles
-    return at + (stride * depth + done) * TILE_COLUMNS, 256 // tiles
+        return at + _STEPS_AHEAD * TILE_COLUMNS, TILE_COLUMNS
+    step = TILE_COLUMNS // tiles
+    return at + stride * depth * TILE_COLUMNS + row // height * depth * step, step
 
 
 @compiled

@@ -32,7 +32,7 @@ STORE, ADD, CHAIN = 0, 1, 2  # what `multiply_tile` does with its sums: see ther
 @intrinsic
 def multiply_tile(
     typing, rows, a, a_at, a_row, b, b_at, b_row, depth,
-    c, c_at, c_row, how, soon_at, pace,
+    c, c_at, c_row, how, soon_at, soon_step,
 ):  # fmt: skip
     """c[:rows, :TILE_COLUMNS] = a[:rows, :depth] @ b[:depth, :TILE_COLUMNS]; with ADD or CHAIN, +=.
 
@@ -41,12 +41,12 @@ def multiply_tile(
     multiply-adds over the depth from 0 up: its bits depend on its row and its column and on nothing else. ADD forms it
     apart and adds it to what was there; CHAIN goes on from what was there, as if two depths were one.
 
-    On the way, rows of b from offset `soon_at` are prefetched, `pace` / 256 of them for each step in depth: evenly,
-    since a processor drops requests that come faster than its memory answers.
+    On the way, b is prefetched from offset `soon_at`, which may lie past its end, going on by `soon_step` numbers at
+    each step of the depth: evenly, since a processor drops requests that come faster than its memory answers.
     """
 
     def generate(context, builder, signature, args):
-        rows, a, a_at, a_row, b, b_at, b_row, depth, c, c_at, c_row, how, soon_at, pace = args
+        rows, a, a_at, a_row, b, b_at, b_row, depth, c, c_at, c_row, how, soon_at, soon_step = args
         a = address_of(context, builder, signature.args[1], a, a_at)
         soon = address_of(context, builder, signature.args[4], b, soon_at)
         b = address_of(context, builder, signature.args[4], b, b_at)
@@ -57,7 +57,7 @@ def multiply_tile(
             block = builder.append_basic_block(f"rows{count}")
             switch.add_case(ir.Constant(INT64, count), block)
             builder.position_at_end(block)
-            weights = b, b_row, signature.args[4].dtype, soon, pace
+            weights = b, b_row, signature.args[4].dtype, soon, soon_step
             sums = _tile_sums(builder, count, (a, a_row), weights, depth, (c, c_row), how)
             _put_sums(builder, sums, (c, c_row), how)
             builder.branch(end)
@@ -70,37 +70,45 @@ def multiply_tile(
 
 
 def _tile_sums(builder, rows, a, b, depth, c, how):
-    """Emit the loop over the depth for a fixed number of rows; sums[row][half] are phi nodes, that is, registers."""
-    (a, a_row), (b, b_row, element, soon, pace) = a, b
+    """Emit the loop over the depth for a fixed number of rows; sums[row][half] are phi nodes, that is, registers.
+
+    Rows of a are addressed in fours from one pointer each: a processor has too few registers for a pointer a row.
+    """
+    (a, a_row), (b, b_row, element, soon, soon_step) = a, b
     number = lambda n: ir.Constant(INT64, n)  # noqa: E731
-    a_rows = [builder.gep(a, [builder.mul(a_row, number(row))]) for row in range(rows)]
+    a_row_3 = builder.mul(a_row, number(3))
+    in_four = [number(0), a_row, builder.mul(a_row, number(2)), a_row_3]
+    firsts = [builder.gep(a, [builder.mul(a_row, number(row))]) for row in range(0, rows, 4)]
     starts = _starting_sums(builder, rows, c, how)
     before = builder.block
     loop, after = builder.append_basic_block("depth"), builder.append_basic_block("sums")
     builder.cbranch(builder.icmp_signed(">", depth, number(0)), loop, after)
     builder.position_at_end(loop)
-    k = builder.phi(INT64)
-    k.add_incoming(number(0), before)
+    # Pointers, each with what it moves by at every step of the depth.
+    moving = [(first, number(1)) for first in firsts] + [(b, b_row), (soon, soon_step)]
+    left = builder.phi(INT64)
+    pointers = [builder.phi(pointer.type) for pointer, _ in moving]
     sums = [[builder.phi(VECTOR) for _ in range(2)] for _ in range(rows)]
-    at = builder.gep(b, [builder.mul(k, b_row)])
-    halves = [load_vector(builder, element, builder.gep(at, [number(half * LANES)])) for half in range(2)]
-    step = builder.lshr(builder.mul(k, pace), number(8))
-    _prefetch_row(builder, builder.gep(soon, [builder.mul(step, b_row)]), element)
+    halves = [load_vector(builder, element, builder.gep(pointers[-2], [number(half * LANES)])) for half in range(2)]
+    _prefetch_row(builder, pointers[-1], element)
     added = []
     for row in range(rows):
-        x = splat_number(builder, builder.load(builder.gep(a_rows[row], [k])))
+        x = splat_number(builder, builder.load(builder.gep(pointers[row // 4], [in_four[row % 4]])))
         added.append([call_llvm(builder, "fma", x, halves[half], sums[row][half]) for half in range(2)])
-    following = builder.add(k, number(1))
-    k.add_incoming(following, loop)
-    builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
+    fewer = builder.sub(left, number(1))
+    left.add_incoming(depth, before)
+    left.add_incoming(fewer, loop)
+    for phi, (pointer, step) in zip(pointers, moving, strict=True):
+        phi.add_incoming(pointer, before)
+        phi.add_incoming(builder.gep(phi, [step]), loop)
+    builder.cbranch(builder.icmp_signed(">", fewer, number(0)), loop, after)
     builder.position_at_end(after)
     results = [[builder.phi(VECTOR) for _ in range(2)] for _ in range(rows)]
     for row in range(rows):
         for half in range(2):
-            sums[row][half].add_incoming(starts[row][half], before)
-            sums[row][half].add_incoming(added[row][half], loop)
-            results[row][half].add_incoming(starts[row][half], before)
-            results[row][half].add_incoming(added[row][half], loop)
+            for phi in (sums, results):
+                phi[row][half].add_incoming(starts[row][half], before)
+                phi[row][half].add_incoming(added[row][half], loop)
     return results
 
 
