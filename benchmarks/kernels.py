@@ -27,7 +27,7 @@ from measure import Report, Spread, Table, seconds
 from pagetable.engine.step import SamplingBatch, Step
 from pagetable.model import KVCache, TorchAttention, load_config, open_checkpoint
 from pagetable.model.kernels import sampling
-from pagetable.model.kernels.attention import PagedAttention, attend_layer
+from pagetable.model.kernels.backend import PagedAttention, attend_layer
 from pagetable.model.kernels.compile import compiled
 from pagetable.model.kernels.linear import PackedRows, empty, multiply, multiply_gated, padded
 from pagetable.model.kernels.team import Team, barrier, default_threads
@@ -242,8 +242,8 @@ def our_layers(  # type: ignore[no-untyped-def]
     for layer in range(layers.shape[0]):
         attend_layer(
             thread, threads, sync, counters[4 * layer : 4 * layer + 4], q, k, v, layers[layer, 0], layers[layer, 1],
-            out, group, kv_heads, head_dim, block_size, positions, slots, tables, members, units, partials, split_tokens,
-            partial_results, scratch,
+            out, group, kv_heads, head_dim, block_size, positions, slots, tables, members, units, partials,
+            split_tokens, partial_results, scratch,
         )  # fmt: skip
         barrier(sync, threads)
 

@@ -51,7 +51,8 @@ engine_options = _options(
     click.option("--max-num-seqs", type=int, default=128, show_default=True, help="Sequences that run at once."),
     click.option("--max-num-batched-tokens", type=int, help="Tokens a step.  [default: 512 on a CPU, 8192 on a GPU]"),
     click.option("--max-model-len", type=int, help="Longest prompt plus answer.  [default: the model's]"),
-    click.option("--threads", type=int, help="Threads to compute with.  [default: all]"),
+    click.option("--threads", type=int, help="Threads to compute with.  [default: one a core]"),
+    click.option("--kernels", default="auto", show_default=True, help="auto, numba (compiled, CPU) or torch."),
 )
 caching_option = click.option(
     "--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True, help="Share equal prefixes."

@@ -23,7 +23,16 @@ from tqdm import tqdm
 from pagetable.checkpoint import ModelError, open_checkpoint
 from pagetable.engine import Engine, FinishReason, RequestError, SamplingParams, Scheduler, Sequence
 from pagetable.memory import BlockManager, CacheStats, EventSink, check_block_size
-from pagetable.model import ModelRunner, available_memory, format_bytes, load_model, num_blocks_for, parse_memory
+from pagetable.model import (
+    ModelRunner,
+    available_memory,
+    format_bytes,
+    load_model,
+    num_blocks_for,
+    parse_memory,
+    resolve_device,
+    resolve_kernels,
+)
 from pagetable.outputs import RequestOutput
 from pagetable.prompts import Messages, Prompt, as_list, is_conversation, one_each, tokens_of
 from pagetable.request import Answer, Request
@@ -44,8 +53,9 @@ class LLM:
     `kv_cache_memory` is bytes, a text like "2GiB", or a share of free memory (0.5); by default half of the machine's,
     at most 4 GiB, or on a GPU `gpu_memory_utilization` (a share of what is free; in vLLM of all there is).
     `max_num_batched_tokens` bounds a step: 512 on a CPU, where more rows make products hardly faster, 8192 on a GPU.
-    `kernels` "auto" is the compiled decoder on a CPU and plain PyTorch on a GPU; "torch" is PyTorch everywhere.
-    `threads` compute, by default one a processor core that the process may use; PyTorch gets as many.
+    `kernels` "auto" is the compiled decoder on a CPU where Numba is installed, else plain PyTorch; "numba" insists on
+    the former, "torch" is PyTorch everywhere.
+    `threads` compute, by default one a processor core that the process may use; given, PyTorch gets as many.
     `batch_invariant=True` insists on logits that are the same to the bit whatever was cached and whoever else is in
     the batch. The compiled decoder is so always, and at no cost; what is not is refused.
     `events` is called with each event of the page table.
@@ -85,16 +95,16 @@ class LLM:
                 raise ValueError(f"threads={threads}: 1 to {MAX_THREADS} are allowed")
             torch.set_num_threads(threads)
         self.model_name = str(model)
+        if batch_invariant and resolve_kernels(kernels, resolve_device(device)) != "numba":
+            raise ModelError(
+                f"batch_invariant=True: plain PyTorch on {device} does not compute the same bits in every batch. "
+                "Use kernels='numba' on a CPU, or leave batch_invariant out"
+            )
         checkpoint = open_checkpoint(resolve_model(model))
         self.tokenizer: Tokenizer = load_tokenizer(checkpoint)
         with _loading_bar(checkpoint.name, progress) as report:
             loaded = load_model(
                 checkpoint, dtype=dtype, device=device, kernels=kernels, threads=threads, progress=report
-            )
-        if batch_invariant and not loaded.batch_invariant:
-            raise ModelError(
-                f"batch_invariant=True: plain PyTorch on {loaded.device} has not been shown to be. Use kernels='numba' "
-                "on a CPU, or leave batch_invariant out"
             )
         self.config = loaded.config
         self.dtype, self.device = loaded.dtype, loaded.device
@@ -102,7 +112,6 @@ class LLM:
         num_blocks = num_blocks_for(self.config, memory, block_size, self.dtype)
         self.max_model_len = self._model_len(max_model_len, num_blocks * block_size)
         runner = ModelRunner(loaded, num_blocks, block_size)  # first, because it fails where memory cannot be had
-        runner.warm_up()
         self.block_manager = BlockManager(  # the page table, to look at
             num_blocks,
             block_size,
@@ -121,6 +130,7 @@ class LLM:
             scheduling_policy=scheduling_policy,
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
+        runner.warm_up()
         self._engine: Engine | None = Engine(scheduler, runner)
         self._chat_template = chat_template
         self._random = random.Random(seed)

@@ -11,7 +11,7 @@ import torch
 
 from pagetable.model import KVCache, TorchAttention
 from pagetable.model.config import ModelConfig
-from pagetable.model.kernels.attention import PagedAttention
+from pagetable.model.kernels.backend import PagedAttention
 from tests.model.steps import make_step
 
 BACKENDS = {"torch": TorchAttention, "numba": PagedAttention}

@@ -60,7 +60,7 @@ def load_model(
 
 
 def _make_model(config: ModelConfig, dtype: torch.dtype, kernels: str, threads: int | None) -> LoadableDecoder:
-    """A model of `config.architecture` without memory for its weights."""
+    """The decoder for `kernels`, without memory for its weights. `load_config` has let Llamas only through."""
     if kernels == "numba":
         from pagetable.model.kernels.decoder import CompiledLlama
 
@@ -70,7 +70,7 @@ def _make_model(config: ModelConfig, dtype: torch.dtype, kernels: str, threads: 
 
 
 def resolve_kernels(kernels: str, device: torch.device) -> str:
-    """ "numba" or "torch". Raises `ModelError` for another name, or where the compiled decoder cannot run."""
+    """Which decoder, "numba" or "torch". Raises `ModelError` for another name, or where the former cannot run."""
     if kernels not in KERNELS:
         raise ModelError(f"kernels {str(kernels)[:80]!r} are not known: use {', '.join(KERNELS)}")
     if kernels == "torch" or (kernels == "auto" and device.type != "cpu"):
@@ -78,11 +78,14 @@ def resolve_kernels(kernels: str, device: torch.device) -> str:
     if device.type != "cpu":
         raise ModelError(f"kernels 'numba' are for the CPU, not for {device}: use torch or auto")
     try:
-        import numba  # noqa: F401
+        from pagetable.model.kernels.compile import FEATURES
     except ImportError as error:
         if kernels == "numba":
             raise ModelError(f"kernels 'numba' cannot be had: {error}; install numba or use 'torch'") from error
         logger.warning("numba cannot be had (%s): computing with plain PyTorch, several times slower", error)
+        return "torch"
+    if kernels == "auto" and FEATURES.get("sse2") and not FEATURES.get("fma"):
+        logger.warning("this processor has no fused multiply-add: computing with plain PyTorch")
         return "torch"
     return "numba"
 

@@ -6,8 +6,10 @@ business, and a runner's only memory from step to step is the cache.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -20,6 +22,8 @@ from pagetable.model.attention import AttentionBackend
 from pagetable.model.config import ModelConfig
 from pagetable.model.kv_cache import KVCache
 from pagetable.model.sampler import LogitsError, sample
+
+_TORCH_THREADS = threading.Lock()
 
 
 class Decoder(Protocol):
@@ -45,7 +49,8 @@ class Decoder(Protocol):
     def compute(self, step: Step, attention: Any, wanted: NDArray[np.int64]) -> Tensor:
         """Compute all tokens of `step`; their K and V go into the cache.
 
-        Returns scores over the vocabulary (R, V), float32, after each of the tokens `wanted` (R,).
+        Returns scores over the vocabulary (R, V), float32, after each of the tokens `wanted` (R,). The caller may
+        overwrite them, and so does the next call.
         """
 
     def draw(self, logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
@@ -74,23 +79,25 @@ class ModelRunner:
         model.reserve_positions(self.max_positions)
 
     def warm_up(self) -> None:
-        """Compute one token, and so compile what is compiled at its first use. Spoils slot 0: before anything else."""
+        """Compute and draw a token, and so compile what is compiled at its first use. Spoils slot 0: call it first."""
         one = np.ones(1, np.int32)
         zero = np.zeros(1, np.int32)
-        self.execute(
-            Step(
-                seqs=(),
-                num_scheduled_tokens=one,
-                needs_logits=np.zeros(1, np.bool_),
-                context_lens=one,
-                token_ids=zero,
-                positions=zero,
-                slot_mapping=zero.astype(np.int64),
-                block_tables=zero[None],
-                query_start=np.array([0, 1], np.int32),
-                sampling=SamplingBatch.greedy(0),
+        sampling = replace(SamplingBatch.greedy(1), temperature=np.ones(1, np.float32))
+        with suppress(LogitsError):  # damaged weights are the business of the request that meets them
+            self.execute(
+                Step(
+                    seqs=(),
+                    num_scheduled_tokens=one,
+                    needs_logits=np.ones(1, np.bool_),
+                    context_lens=one,
+                    token_ids=zero,
+                    positions=zero,
+                    slot_mapping=zero.astype(np.int64),
+                    block_tables=zero[None],
+                    query_start=np.array([0, 1], np.int32),
+                    sampling=sampling,
+                )
             )
-        )
 
     @torch.inference_mode()
     def execute(self, step: Step) -> StepOutput:
@@ -127,10 +134,14 @@ class ModelRunner:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Keep PyTorch's thread pool out: its threads spin for a while after their work, on cores that the model needs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
+    """Keep PyTorch's thread pool out: its threads spin for a while after their work, on cores that the model needs.
+
+    The number is the process's, hence the lock: two runners at once could otherwise leave it at 1.
+    """
+    with _TORCH_THREADS:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)

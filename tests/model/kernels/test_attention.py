@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pagetable.model import KVCache
-from pagetable.model.kernels.attention import PagedAttention
-from pagetable.model.kernels.plan import PARTITION, UNIT_ROWS, plan_attention
+from pagetable.model.kernels.backend import PagedAttention
+from pagetable.model.kernels.plan import PARTITION, UNIT_ROWS
 from pagetable.model.kernels.team import Team
 from tests.model.steps import make_step
 from tests.model.test_attention_backends import attend_by_definition, make_config
@@ -146,11 +146,13 @@ def test_a_context_that_ends_at_a_partitions_edge(edge: int, block_size: int) ->
     check(shape, [(shape.tokens(rng, edge), edge - count, edge) for count in (1, 2, 40)], block_size=block_size)
 
 
-def test_a_unit_holds_no_more_rows_than_its_room() -> None:
-    """More query heads on one KV head than a unit has rows would be computed past the end of its arrays."""
-    group = UNIT_ROWS + 1
-    plan = plan_attention(make_step([[0]], [0], [[1, 2, 3]], 16), group, 1, 16, 1)
-    assert ((plan.units[:, 1] - plan.units[:, 0]) * group <= UNIT_ROWS).all()
+def test_more_heads_on_a_kv_head_than_a_unit_has_rows_are_refused() -> None:
+    """They would be computed past the end of its arrays."""
+    shape = Shape(1, UNIT_ROWS + 1, 16)
+    tokens = shape.tokens(np.random.default_rng(0), 40)
+    with pytest.raises(ValueError, match=f"at most {UNIT_ROWS}"):
+        attend(shape, [(tokens, 39, 40)])
+    check(Shape(1, UNIT_ROWS, 16), [(Shape(1, UNIT_ROWS, 16).tokens(np.random.default_rng(0), 40), 37, 40)])
 
 
 # ------------------------------------------------------------------------------------------------------------- numbers

@@ -6,6 +6,7 @@
     linear      packed weights and their product
     plan        how a step's attention is cut into units of work
     attention   attention through the block table, in place
+    backend     the same for a model whose other parts are PyTorch's
     decoder     the whole of a step, from token ids to logits
     sampling    drawing tokens, without and with filters
     compile     where machine code is kept

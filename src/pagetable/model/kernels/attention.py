@@ -2,13 +2,14 @@
 
 The keys of a sequence are cut into partitions of PARTITION positions, counted from its beginning. Within one, a query's
 scores, their largest, the sum of their exponentials and the weighted sum of values are each formed in the order of the
-positions; partitions are joined in order (FlashDecoding; Dao et al. 2023). So a query's result depends on its own keys
-and values alone: not on the block size, the chunk it came with, its neighbours, or the number of threads.
+positions; partitions are joined in order (Dao, Haziza, Massa and Sizov 2023, "Flash-Decoding for long-context
+inference"). So a query's result depends on its own keys and values alone: not on the block size, the chunk it came
+with, its neighbours, or the number of threads.
 
-Work is cut into units of (some queries, one KV head, a range of partitions). Queries of a unit read the same keys, so
-keys and values are brought into the processor's cache once for all of them: the queries of a piece of a prompt, the
-heads of a group, and decoding sequences whose block tables name the same blocks for a whole partition, as those with
-a shared prefix do (cascade attention; Juravsky et al. 2024, "Hydragen", arXiv:2402.05099).
+Work is cut into units of (some queries, a range of partitions), each computed for every KV head apart. Queries of a
+unit read the same keys, so keys and values are brought into the processor's cache once for all of them: the queries of
+a piece of a prompt, the heads of a group, and decoding sequences whose block tables name the same blocks for a whole
+partition, as those with a shared prefix do (cascade attention; Juravsky et al. 2024, "Hydragen", arXiv:2402.05099).
 
 In cache memory a tile of keys is turned over, so that one register holds the same number of LANES keys, and scores
 and values are then two products of the kind that `multiply_tile` computes.
@@ -17,12 +18,9 @@ and values are then two products of the kind that `multiply_tile` computes.
 from __future__ import annotations
 
 import numpy as np
-import torch
-from torch import Tensor
 
-from pagetable.engine.step import Step
 from pagetable.model.kernels.compile import compiled
-from pagetable.model.kernels.linear import as_numpy, copy, empty, padded, row_size, tile_height
+from pagetable.model.kernels.linear import copy, padded, row_size, tile_height
 from pagetable.model.kernels.plan import (
     BEGIN,
     END,
@@ -32,10 +30,8 @@ from pagetable.model.kernels.plan import (
     SPLIT,
     TABLE,
     UNIT_ROWS,
-    AttentionPlan,
-    plan_attention,
 )
-from pagetable.model.kernels.team import Team, barrier, claim
+from pagetable.model.kernels.team import claim
 from pagetable.model.kernels.tiles import CHAIN, STORE, multiply_tile, transpose_square
 from pagetable.model.kernels.vectors import (
     LANES,
@@ -52,7 +48,6 @@ from pagetable.model.kernels.vectors import (
     sum_of,
     widen,
 )
-from pagetable.model.kv_cache import KVCache
 
 _MINUS_INFINITY, _ZERO = np.float32(-np.inf), np.float32(0)
 
@@ -343,7 +338,10 @@ def weigh(scores, at, visible, count):
 
 @compiled
 def join(is_first, result, at, largest, total, part_result, part_at, part_largest, part_total, wide):
-    """Add a partition's weighted sum to that of those before it, both rescaled to the larger of their peaks."""
+    """Add a partition's weighted sum to that of those before it, both rescaled to the larger of their peaks.
+
+    As in online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867).
+    """
     if is_first:
         for i in range(0, wide, LANES):
             store(result, at + i, load(part_result, part_at + i))
@@ -378,73 +376,3 @@ def finish(result, at, total, out, place, head_dim):
     while i < head_dim:
         out[place + i] = result[at + i] / total
         i += 1
-
-
-# --------------------------------------------------------------------------------------------- as a back-end by itself
-
-
-@compiled
-def attend_layer(
-    thread, threads, sync, counters, q, k, v, keys, values, out, group, kv_heads, head_dim, block_size,
-    positions, slots, tables, members, units, partials, split_tokens, partial_results, scratch,
-):  # fmt: skip
-    """One layer's attention by itself: store K and V, attend, join."""
-    size, row = kv_heads * head_dim, group * kv_heads * head_dim
-    store_rows(counters, 0, k, keys, slots, size)
-    store_rows(counters, 1, v, values, slots, size)
-    barrier(sync, threads)
-    attend_units(
-        counters, 2, threads, q, row, keys, values, out, row, group, kv_heads, head_dim, block_size,
-        positions, tables, members, units, partials, partial_results, scratch[thread],
-    )  # fmt: skip
-    barrier(sync, threads)
-    join_partials(
-        counters, 3, out, row, group * kv_heads, head_dim, positions, split_tokens, partials, partial_results,
-        scratch[thread],
-    )  # fmt: skip
-
-
-class PagedAttention:
-    """The CPU back-end of the `AttentionBackend` protocol, for a model whose other parts are PyTorch's.
-
-    `CompiledLlama` uses the same kernels, and the plan, within one compiled function for the whole step.
-    """
-
-    def __init__(self, cache: KVCache, team: Team | None = None) -> None:
-        self.cache = cache
-        self.team = team or Team(1)
-        self.layers = as_numpy(cache.data).reshape(cache.data.shape[0], 2, -1)
-        self.kv_heads, self.head_dim = cache.data.shape[4:]
-        self.scratch = empty((self.team.threads, scratch_size(self.head_dim)))
-        self.partial_results = np.empty(0, np.float32)
-        self.plan_: AttentionPlan | None = None
-        self._step: Step | None = None
-
-    def plan(self, step: Step) -> None:
-        """See `AttentionBackend.plan`."""
-        self._step, self.plan_ = step, None  # how many heads share a key is known when the queries come
-
-    def prepare(self, heads: int) -> AttentionPlan:
-        """The plan of this step for a model with `heads` query heads."""
-        assert self._step is not None, "plan(step) comes first"
-        if self.plan_ is None:
-            group = heads // self.kv_heads
-            self.plan_ = plan_attention(self._step, group, self.kv_heads, self.cache.block_size, self.team.threads)
-            size = partial_size(self.plan_.num_partials, heads, self.head_dim)
-            if len(self.partial_results) < size:
-                self.partial_results = empty((size,))
-        return self.plan_
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """See `AttentionBackend.attend`."""
-        plan = self.prepare(q.shape[1])
-        out = torch.empty(q.shape, dtype=torch.float32)
-        flat = [x.float().contiguous().numpy().reshape(-1) for x in (q, k, v)]
-        keys, values = self.layers[layer]
-        self.team.run(
-            attend_layer, np.zeros(4, np.int64), *flat, keys, values, out.numpy().reshape(-1),
-            q.shape[1] // self.kv_heads, self.kv_heads, self.head_dim, self.cache.block_size,
-            plan.positions, plan.slots, plan.tables, plan.members, plan.units, plan.partials, plan.split_tokens,
-            self.partial_results, self.scratch,
-        )  # fmt: skip
-        return out.to(q.dtype)

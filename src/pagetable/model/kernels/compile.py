@@ -2,7 +2,8 @@
 
 Numba looks only at the file a function stands in to tell whether its code on disk is stale; ours call each other
 across files. So the folder's name is a digest of all their sources, of Numba's version and of the processor's features,
-and a change of any starts an empty one. What Numba finds there it runs: a folder that others may write is refused.
+and a change of any starts an empty one. Compiled code may therefore take constants from this package only. What Numba
+finds there it runs: a folder that others may write is refused.
 """
 
 from __future__ import annotations
@@ -23,9 +24,21 @@ from numba import njit
 logger = logging.getLogger(__name__)
 
 
+def _features() -> dict[str, bool]:
+    """What this processor can do; nothing where LLVM cannot tell, as on some ARM systems."""
+    try:
+        return dict(binding.get_host_cpu_features())
+    except RuntimeError:
+        return {}
+
+
+FEATURES = _features()
+
+
 def compiled(function: Callable[..., Any]) -> Any:
-    """`numba.njit` without the GIL, without exceptions inside, compiled at the first call and kept on disk."""
+    """`numba.njit` without the GIL, dividing by zero as NumPy does, compiled at the first call and kept on disk."""
     folder = cache_folder()
+    # Numba takes the folder from its settings when a function is decorated.
     previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder or "")
     try:
         return njit(cache=folder is not None, nogil=True, error_model="numpy")(function)
@@ -39,15 +52,15 @@ def cache_folder() -> Path | None:
 
     None, after a log line, where no folder can be written: then each process compiles for itself.
     """
-    folder = _base() / f"kernels-{_digest()}"
     try:
+        folder = _base() / f"kernels-{_digest()}"
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         status = folder.stat()
         if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & 0o022):
             raise PermissionError(f"{folder} belongs to, or can be written by, someone else")
         if not os.access(folder, os.W_OK):
             raise PermissionError(f"{folder} is read-only")
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home
         logger.warning("compiled kernels are not kept (%s): set PAGETABLE_CACHE_DIR to a folder of yours", error)
         return None
     return folder
@@ -57,7 +70,9 @@ def announce() -> None:
     """Say that the first call will take long, where it will."""
     folder = cache_folder()
     if folder is None or not any(folder.glob("*/*.nbc")):
-        logger.warning("compiling kernels for this processor: about 15 seconds%s", "" if folder is None else ", once")
+        logger.warning(
+            "compiling kernels for this processor: some seconds to half a minute%s", "" if folder is None else ", once"
+        )
 
 
 def _base() -> Path:
@@ -71,8 +86,8 @@ def _base() -> Path:
 
 
 def _digest() -> str:
-    digest = hashlib.sha256(f"{numba.__version__} {sys.version} {binding.get_host_cpu_name()}".encode())
-    digest.update(binding.get_host_cpu_features().flatten().encode())
+    processor = f"{binding.get_host_cpu_name()} {sorted(FEATURES.items())}"
+    digest = hashlib.sha256(f"{numba.__version__} {sys.version} {processor}".encode())
     for source in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]

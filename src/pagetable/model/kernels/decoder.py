@@ -8,7 +8,7 @@ same to the bit whatever was cached and whoever else is in the batch.
     norm                    normed = rms_norm(x)                        a token
     qkv                     qkv = normed @ Wqkv                         a panel of the weights (linear.py)
     place                   turn q and k by position, K and V to slots  a token
-    attend, join            out = attention                             queries x head x partition (attention.py)
+    attend, join            out = attention                             a unit (plan.py) x KV head; a token x head
     o                       x += out @ Wo                               a panel
     norm                    normed = rms_norm(x)                        a token
     gate_up                 hidden = silu(gate) * up                    a panel of each
@@ -27,11 +27,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pagetable.checkpoint import ModelError
 from pagetable.engine.step import SamplingBatch, Step
 from pagetable.model.config import ModelConfig
-from pagetable.model.kernels.attention import PagedAttention, attend_units, join_partials
+from pagetable.model.kernels.attention import attend_units, join_partials
+from pagetable.model.kernels.backend import PagedAttention
 from pagetable.model.kernels.compile import announce, compiled
 from pagetable.model.kernels.linear import PackedRows, copy, embed, empty, multiply, multiply_gated, padded, row_size
+from pagetable.model.kernels.plan import UNIT_ROWS
 from pagetable.model.kernels.sampling import draw
 from pagetable.model.kernels.team import Team, barrier, claim, default_threads, share
 from pagetable.model.kernels.tiles import ADD, STORE
@@ -61,7 +64,7 @@ class Weights(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """The model's numbers that kernels need; rows of a batch's arrays are padded to whole panels."""
+    """The model's numbers that kernels need."""
 
     layers: int
     hidden: int
@@ -74,7 +77,10 @@ class Sizes(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One step, as arrays, and the room in which it is computed."""
+    """One step, as arrays, and the room in which it is computed: flat, one row a token.
+
+    Rows of x, normed, qkv, hidden and logits are padded to whole panels, those of out are not.
+    """
 
     token_ids: Any
     wanted: Any  # tokens whose logits are asked for
@@ -96,7 +102,7 @@ class Batch(NamedTuple):
 
 # Phases of a layer, and before and after the layers: each has a counter of claimed work.
 _NORM, _QKV, _PLACE, _ATTEND, _JOIN, _O, _NORM_2, _GATE_UP, _DOWN, _PHASES = range(10)
-_EMBED, _FINAL_NORM, _HEAD, _OUTSIDE = range(4)
+_EMBED, _HEAD, _OUTSIDE = range(3)
 
 
 @compiled
@@ -158,13 +164,13 @@ def run_step(thread, threads, sync, counters, batch, weights, sizes, cache, cos,
         barrier(sync, threads)
     if not batch.wanted.size:
         return
-    if thread == 0:  # few rows, and they must not be overwritten before they are read
+    if thread == 0:  # few rows: sharing them out would cost more
         for row in range(batch.wanted.size):
             norm_row(batch.x, batch.wanted[row] * wide, weights.final_norm, sizes.eps, batch.normed, row * wide)
     barrier(sync, threads)
     multiply(
-        counters, outside + _HEAD, threads, batch.wanted.size, batch.normed, wide, weights.head, batch.logits[:0],
-        batch.logits, weights.head.shape[0] * TILE_COLUMNS, STORE,
+        counters, outside + _HEAD, threads, batch.wanted.size, batch.normed, wide, weights.head,
+        weights.qkv_bias[0][:0], batch.logits, weights.head.shape[0] * TILE_COLUMNS, STORE,
     )  # fmt: skip
     barrier(sync, threads)
 
@@ -241,9 +247,15 @@ class CompiledLlama:
     batch_invariant = True
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, threads: int | None = None) -> None:
+        group = config.num_heads // config.num_kv_heads
+        if group > UNIT_ROWS:
+            raise ModelError(
+                f"{group} query heads share a KV head, the compiled decoder takes at most {UNIT_ROWS}: "
+                "use kernels='torch'"
+            )
         self.config, self.dtype = config, dtype
         self.device = torch.device("cpu")
-        self.team = Team(threads or default_threads())
+        self.team = Team(default_threads() if threads is None else threads)
         self.cos, self.sin = np.empty(0, np.float32), np.empty(0, np.float32)  # flat
         self.weights: Weights | None = None
         self._counters = np.zeros(config.num_layers * _PHASES + _OUTSIDE, np.int64)
@@ -345,7 +357,8 @@ class CompiledLlama:
             yield name + "post_attention_layernorm.weight", _vector(norms[1], c.hidden_size)
             for part, kind, first, shape, turns in self._matrices():
                 yield name + part + ".weight", PackedRows(w and getattr(w, kind)[layer], first, shape, *turns)
-                if c.mlp_bias if part.startswith("mlp") else c.attention_bias:
+                has_bias = c.mlp_bias if part.startswith("mlp") else c.attention_bias
+                if has_bias:
                     bias = w and getattr(w, kind + "_bias")[layer].reshape(-1, 1, TILE_COLUMNS)  # as if of one input
                     yield name + part + ".bias", PackedRows(bias, first, shape[:1], *turns)
 

@@ -36,12 +36,12 @@ class AttentionPlan:
 
 
 def plan_attention(step: Step, group: int, kv_heads: int, block_size: int, threads: int) -> AttentionPlan:
-    """Cut a step's attention into units.
+    """Cut a step's attention into units. `group` (at most UNIT_ROWS) query heads share each of `kv_heads` KV heads.
 
     A lone query is always split into its partitions, which may be shared; a piece of a prompt is, when there would be
     too few units for the threads. Whether it is cannot be seen in the result.
     """
-    capacity = max(1, UNIT_ROWS // group)
+    capacity = UNIT_ROWS // group
     counts = step.num_scheduled_tokens
     plan = _Units(capacity, len(step.token_ids))
     lone = np.flatnonzero(counts == 1)
@@ -66,7 +66,10 @@ def plan_attention(step: Step, group: int, kv_heads: int, block_size: int, threa
 
 
 class _Units:
-    """Units as they are collected, the costly ones (many partitions) where they come; order does not matter."""
+    """Units as they are collected: lone queries first, pieces of prompts last.
+
+    `attend_units` begins at the end, with the longest; results do not depend on the order.
+    """
 
     def __init__(self, capacity: int, num_tokens: int) -> None:
         self.capacity = capacity

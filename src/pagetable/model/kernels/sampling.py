@@ -3,7 +3,8 @@
     weights = exp((logits - largest) / temperature) -> min_p -> top_k -> top_p -> race
 
 Rows are shared out among the threads; nothing of a draw depends on another row. A cut is found by counting weights by
-their leading bits and sorting only those that share the decisive ones, so no row is ever sorted whole.
+their leading bits and sorting only those that share the decisive ones: all of a row only when its weights are about
+alike.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pagetable.model.kernels.team import Team, claim
 from pagetable.model.kernels.vectors import LANES, exp, load, splat, store
 from pagetable.model.sampler import race_entries
 
-_SHIFT = 19  # weights, as the bits of a float32, are counted by what is left of these: 8 bits of exponent, 4 of size
+_SHIFT = 19  # weights, as the bits of a float32, are counted by what is left of these: 8 of exponent, 4 of mantissa
 _BUCKETS = 1 << (31 - _SHIFT)
 _NUMBERS = 2048  # random numbers made at once
 _GAMMA, _FACTOR_1, _FACTOR_2 = (
@@ -31,7 +32,10 @@ _GAMMA, _FACTOR_1, _FACTOR_2 = (
 
 
 def draw(team: Team, logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
-    """A token for each of `rows`: see `sampler.draw`, whose answers these are but for ties within rounding."""
+    """A token for each of `rows`, as `sampler.draw_rows` draws it but for ties within float32 rounding.
+
+    logits (R, V) and largest (R,), both float32.
+    """
     vocabulary = logits.shape[1]
     tokens = np.empty(len(rows), np.int64)
     team.run(
@@ -65,7 +69,7 @@ def _draw_rows(
 
 @compiled
 def weigh_row(logits, largest, temperature, weights):
-    """weights[i] = exp((logits[i] - largest) / temperature), the largest of which is 1."""
+    """weights[i] = exp((logits[i] - largest) / temperature), at most 1; `weights` has LANES numbers to spare."""
     i = 0
     size = logits.size
     while i + LANES <= size:

@@ -5,14 +5,14 @@ microsecond: threads wait for each other inside the compiled code, and Python st
 
 * Work is claimed, one unit after another, from a counter. Nothing is divided beforehand, so a thread that the system
   has taken off its processor holds up one unit and not half of a phase.
-* At a barrier a thread spins for some microseconds, which is all it takes on a quiet machine. Then it sleeps: with
-  other processes about, a spinner would keep the very processor that the missing thread needs.
+* At a barrier a thread spins for up to a tenth of a millisecond, which is all it takes on a quiet machine. Then it
+  sleeps: with other processes about, a spinner would keep the very processor that the missing thread needs.
 """
 
 from __future__ import annotations
 
 import os
-import sys
+import platform
 import threading
 import weakref
 from collections.abc import Callable
@@ -30,8 +30,8 @@ from numba.extending import intrinsic
 from pagetable.model.kernels.compile import compiled
 
 MAX_THREADS = 256
-_SPINS = 2000  # some 30 to 100 microseconds
-_NAP_MICROSECONDS = 20
+_SPINS = 2000  # 30 to 100 microseconds where there is a pause instruction
+_NAP_MICROSECONDS = 20  # to which Linux's timer slack adds some 50
 
 # Fields of `Team.sync`, each on a cache line of its own.
 _ARRIVED, _BROKEN = 0, 8
@@ -61,18 +61,27 @@ class Team:
             self._start()
         counters[:] = 0
         self.sync[:] = 0
-        for thread, orders in enumerate(self._orders, 1):
-            orders.put(lambda thread=thread: function(thread, self.threads, self.sync, counters, *args))  # type: ignore[misc]
-        failure: BaseException | None = None
+        failures: list[BaseException | None] = []
+        ordered = 0
         try:
+            for thread, orders in enumerate(self._orders, 1):
+                orders.put(lambda thread=thread: function(thread, self.threads, self.sync, counters, *args))  # type: ignore[misc]
+                ordered = thread
             function(0, self.threads, self.sync, counters, *args)
         except BaseException as error:  # the others must not wait for this thread at a barrier
             self.sync[_BROKEN] = 1
-            failure = error
-        reports = [self._reports.get() for _ in self._orders]
-        for each in (failure, *reports):
-            if each is not None:
-                raise each
+            failures.append(error)
+        reported = 0
+        while reported < ordered:  # all of them, even when Ctrl-C comes: they use the arrays
+            try:
+                failures.append(self._reports.get())
+                reported += 1
+            except BaseException as error:
+                self.sync[_BROKEN] = 1
+                failures.append(error)
+        for failure in failures:
+            if failure is not None:
+                raise failure
 
     def _start(self) -> None:
         self._orders = [SimpleQueue() for _ in range(self.threads - 1)]
@@ -127,8 +136,8 @@ def _read(typing, array, index):
     return types.int64(array, types.intp), generate
 
 
-_CAN_NAP = os.name == "posix"
-_HAS_PAUSE = sys.maxsize > 2**32 and os.uname().machine in ("x86_64", "amd64") if _CAN_NAP else False
+_CAN_NAP = os.name == "posix"  # elsewhere a thread only spins
+_HAS_PAUSE = platform.machine().lower() in ("x86_64", "amd64")
 
 
 @intrinsic

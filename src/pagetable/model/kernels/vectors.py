@@ -13,17 +13,23 @@ from __future__ import annotations
 import operator
 
 import numpy as np
-from llvmlite import binding, ir
+from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic, models, overload, register_model
 
-from pagetable.model.kernels.compile import compiled
+from pagetable.model.kernels.compile import FEATURES, compiled
 
-_FEATURES = binding.get_host_cpu_features()
 # Lanes of a register, and rows of a tile: rows x 2 registers of sums, 2 of weights and 1 of input must fit into the
 # register file (32 with AVX-512 and NEON, 16 with AVX2).
-LANES, TILE_ROWS = (16, 12) if _FEATURES.get("avx512f") else (8, 6) if _FEATURES.get("avx2") else (4, 12)
+if FEATURES.get("avx512f"):
+    LANES, TILE_ROWS = 16, 12
+elif FEATURES.get("avx2"):
+    LANES, TILE_ROWS = 8, 6
+elif FEATURES.get("sse2"):
+    LANES, TILE_ROWS = 4, 6
+else:
+    LANES, TILE_ROWS = 4, 12
 TILE_COLUMNS = 2 * LANES
 
 FLOAT, INT32, INT64 = ir.FloatType(), ir.IntType(32), ir.IntType(64)
