@@ -45,7 +45,9 @@ lint: $(READY)  ## ruff: faults and format
 types: $(READY)  ## mypy, strict
 	@$(BIN)/mypy
 
-bench: $(READY)  ## cost of the page table and its scheduler, waste against contiguous reservation, the choices made
+bench: $(READY)  ## the engine, its kernels, the page table and its scheduler, waste of memory, the choices made
+	@$(BIN)/python benchmarks/engine.py
+	@$(BIN)/python benchmarks/kernels.py
 	@$(BIN)/python benchmarks/page_table.py
 	@$(BIN)/python benchmarks/waste.py
 	@$(BIN)/python benchmarks/choices.py
