@@ -60,7 +60,8 @@ class Decoder(Protocol):
 class ModelRunner:
     """Runs a loaded model over a paged KV cache of `num_blocks` blocks of `block_size` tokens.
 
-    The cache has the model's type and device. `attention` makes the back-end that serves it, by default the model's.
+    The cache has the model's type and device. `attention` makes the back-end that serves it, by default the model's;
+    only a `Llama` takes another than its own.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from pagetable.model.kernels.tiles import STORE, multiply_tile
 from pagetable.model.kernels.vectors import LANES, TILE_COLUMNS, TILE_ROWS, exp, load, put, splat, store, widen
 
 _CACHE_LINE = 64  # bytes
-_BLOCK_ROWS = 8 * TILE_ROWS  # rows that one unit of work multiplies with one panel
+_BLOCK_ROWS = 8 * TILE_ROWS  # rows that one unit of work multiplies with one panel: many threads share a long prompt
 _ZERO, _ONE = np.float32(0), np.float32(1)
 _STEPS_AHEAD = 16  # rows of a panel; 8 to 64 measured within a tenth of each other
 _SHARES = 2  # units that each thread takes of a product of few rows: long stretches of memory, yet some balance
@@ -135,7 +135,10 @@ def multiply(counters, phase, threads, rows, a, a_row, panels, bias, c, c_row, h
 
 @compiled
 def multiply_gated(counters, phase, threads, rows, a, a_row, panels, bias, c, c_row, scratch):
-    """c = silu(a @ gate + bias) * (a @ up + bias); gate and up take turns among the panels."""
+    """c = silu(a @ gate + bias) * (a @ up + bias); gate and up take turns among the panels.
+
+    `scratch` holds two tiles, 2 * TILE_ROWS * TILE_COLUMNS numbers.
+    """
     depth = panels.shape[1]
     flat = panels.reshape(-1)
     blocks = (rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS

@@ -186,7 +186,7 @@ def barrier(sync, threads):
 
 @compiled
 def share(rows, threads):
-    """How many rows of little work to claim at a time: a claim costs as much as a row."""
+    """Rows of little work to claim at a time, an eighth of a thread's part: a claim costs as much as a row."""
     return max(1, rows // (threads * 8))
 
 
