@@ -90,7 +90,11 @@ class LLM:
     ) -> None:
         refuse_options(vllm_options)
         check_block_size(block_size)
+        if not isinstance(batch_invariant, bool):
+            raise TypeError(f"batch_invariant={batch_invariant!r}: it must be True or False")
         if threads is not None:
+            if isinstance(threads, bool) or not isinstance(threads, int):
+                raise TypeError(f"threads={threads!r}: it must be an integer")
             if not 1 <= threads <= MAX_THREADS:
                 raise ValueError(f"threads={threads}: 1 to {MAX_THREADS} are allowed")
             torch.set_num_threads(threads)
@@ -100,6 +104,7 @@ class LLM:
                 f"batch_invariant=True: plain PyTorch on {device} does not compute the same bits in every batch. "
                 "Use kernels='numba' on a CPU, or leave batch_invariant out"
             )
+        kernels = "numba" if batch_invariant else kernels  # a model that they cannot compute is refused as well
         checkpoint = open_checkpoint(resolve_model(model))
         self.tokenizer: Tokenizer = load_tokenizer(checkpoint)
         with _loading_bar(checkpoint.name, progress) as report:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pagetable.model import LogitsError, sample
-from pagetable.model.sampler import uniform
+from pagetable.model.sampler import draw_rows, uniform
 from tests.model.steps import make_sampling
 
 
@@ -257,3 +257,28 @@ def test_unfiltered_rows_pay_for_no_sort(monkeypatch: pytest.MonkeyPatch) -> Non
     for name in ("sort", "topk"):
         monkeypatch.setattr(torch.Tensor, name, lambda *_, **__: pytest.fail("a row without filters was sorted"))
     sample(random_logits(3, 100), make_sampling(3, temperature=1.0))
+
+
+def test_compiled_draws_are_those_of_the_reference() -> None:
+    from pagetable.model.kernels.sampling import draw
+    from pagetable.model.kernels.team import Team
+
+    for vocabulary, seed in ((1003, 0), (160, 1), (49_152, 2)):
+        rng = np.random.default_rng(seed)
+        rows = 48
+        logits = torch.from_numpy(rng.standard_normal((rows, vocabulary), dtype=np.float32) * 4)
+        batch = make_sampling(
+            rows,
+            temperature=rng.choice([0.3, 0.8, 1, 2], rows),
+            top_k=rng.choice([0, 1, 5, 50, vocabulary, vocabulary + 1], rows),
+            top_p=rng.choice([1, 0.9, 0.5, 0.1, 1e-46], rows),
+            min_p=rng.choice([0, 0, 0.05, 1], rows),
+            seeds=rng.integers(0, 2**63, rows),
+            output_index=rng.integers(0, 100, rows),
+        )
+        largest, every = logits.max(dim=-1).values, np.arange(rows)
+        expected = draw_rows(logits, largest, batch, every)
+        for team in (Team(1), Team(3)):
+            assert torch.equal(draw(team, logits, largest, batch, every), expected)
+        alone = [draw(Team(1), logits, largest, batch, every[row : row + 1]) for row in range(0, rows, 7)]
+        assert torch.equal(torch.cat(alone), expected[::7])

@@ -48,7 +48,7 @@ def load_model(
     target = resolve_device(device)
     kind = resolve_dtype(dtype, config, target)
     source = open_weights(checkpoint, config)
-    model = _make_model(config, kind, resolve_kernels(kernels, target), threads)
+    model = _make_model(config, kind, kernels, target, threads)
     check_weights(model, source, tied=config.tie_word_embeddings)  # shapes only, before any memory is taken
     try:
         model.allocate(target)
@@ -59,12 +59,19 @@ def load_model(
     return model
 
 
-def _make_model(config: ModelConfig, dtype: torch.dtype, kernels: str, threads: int | None) -> LoadableDecoder:
+def _make_model(
+    config: ModelConfig, dtype: torch.dtype, kernels: str, device: torch.device, threads: int | None
+) -> LoadableDecoder:
     """The decoder for `kernels`, without memory for its weights. `load_config` has let Llamas only through."""
-    if kernels == "numba":
+    if resolve_kernels(kernels, device) == "numba":
         from pagetable.model.kernels.decoder import CompiledLlama
 
-        return CompiledLlama(config, dtype, threads)
+        try:
+            return CompiledLlama(config, dtype, threads)
+        except ModelError as error:  # a shape that it cannot compute
+            if kernels == "numba":
+                raise
+            logger.warning("%s: computing with plain PyTorch", error)
     with torch.device("meta"):
         return Llama(config, dtype).eval()
 

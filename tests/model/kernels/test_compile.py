@@ -70,6 +70,26 @@ def test_a_second_process_compiles_nothing(tmp_path: Path) -> None:
     assert said == ""
 
 
+@pytest.mark.parametrize("kind", ["*.nbi", "*.nbc"])
+@pytest.mark.parametrize("content", [b"", b"rubbish"], ids=["cut off", "rubbish"])
+def test_damaged_files_are_compiled_again_and_mended(tmp_path: Path, kind: str, content: bytes) -> None:
+    cache, script = tmp_path / "cache", tmp_path / "script.py"
+    run(cache, script)
+    for file in cache.rglob(kind):
+        file.write_bytes(content)
+    _, said = run(cache, script)
+    assert "could not be read" in said
+    _, said = run(cache, script)
+    assert said == ""
+
+
+def test_a_full_disk_costs_time_only(tmp_path: Path) -> None:
+    small = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+    small += "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+    _, said = run(tmp_path / "cache", tmp_path / "script.py", small)
+    assert "could not be kept" in said
+
+
 def test_a_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:
     folder = tmp_path / f"kernels-{kernels_compile._digest()}"
     folder.mkdir()

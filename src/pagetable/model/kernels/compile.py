@@ -13,6 +13,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import numba
 from llvmlite import binding
 from numba import njit
+from numba.core.caching import FunctionCache
 
 logger = logging.getLogger(__name__)
 
@@ -41,9 +43,33 @@ def compiled(function: Callable[..., Any]) -> Any:
     # Numba takes the folder from its settings when a function is decorated.
     previous, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(folder or "")
     try:
-        return njit(cache=folder is not None, nogil=True, error_model="numpy")(function)
+        dispatcher = njit(nogil=True, error_model="numpy")(function)
+        if folder is not None:
+            dispatcher._cache = _ForgivingCache(function)  # what `cache=True` sets
+        return dispatcher
     finally:
         numba.config.CACHE_DIR = previous
+
+
+class _ForgivingCache(FunctionCache):  # type: ignore[misc]
+    """Numba's cache, for which a damaged file or a full disk costs time and nothing else."""
+
+    def load_overload(self, signature: Any, target_context: Any) -> Any:
+        """The machine code on disk, or None; a damaged index is emptied."""
+        try:
+            return super().load_overload(signature, target_context)
+        except Exception as error:
+            logger.warning("a compiled kernel could not be read (%s): compiling it again", error)
+            with suppress(Exception):
+                self.flush()
+            return None
+
+    def save_overload(self, signature: Any, data: Any) -> None:
+        """Keep machine code, if that can be."""
+        try:
+            super().save_overload(signature, data)
+        except Exception as error:
+            logger.warning("a compiled kernel could not be kept: %s", error)
 
 
 @cache

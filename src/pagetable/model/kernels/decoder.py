@@ -41,8 +41,10 @@ from pagetable.model.kernels.tiles import ADD, STORE
 from pagetable.model.kernels.vectors import LANES, TILE_COLUMNS, first_lanes, fma, load, splat, store, sum_of
 from pagetable.model.kv_cache import KVCache
 from pagetable.model.rope import rope_table
+from pagetable.model.sampler import draw_rows
 from pagetable.model.weights import Place, TensorPlace
 
+_HOT = 1e3  # a temperature at which weights are so alike that float32 cannot rank them
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
@@ -334,6 +336,8 @@ class CompiledLlama:
 
     def draw(self, logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
         """See `Decoder.draw`."""
+        if (batch.temperature[rows] > _HOT).any():
+            return draw_rows(logits, largest, batch, rows)
         return draw(self.team, logits, largest, batch, rows)
 
     def _array(self, name: str, size: int) -> np.ndarray:

@@ -17,6 +17,8 @@ from pagetable.model.kernels.vectors import TILE_ROWS
 PARTITION = 256  # positions; a multiple of TILE_COLUMNS and a power of two
 UNIT_ROWS = 8 * TILE_ROWS  # queries times heads of a group that a unit holds in the processor's cache
 
+_MOST_PARTIALS = 1 << 14  # partial results of pieces of prompts, each of all heads: they take memory beside the cache
+
 # Fields of a unit of work: members from, to; row of the block tables; partitions from, to; 1 if results are partial.
 BEGIN, END, TABLE, FIRST_PART, END_PART, SPLIT = range(6)
 
@@ -48,7 +50,8 @@ def plan_attention(step: Step, group: int, kv_heads: int, block_size: int, threa
     plan.add_lone(lone, step.query_start[lone].astype(np.int64), step.context_lens[lone], step.block_tables, block_size)
     chunks = np.flatnonzero(counts > 1)
     pieces = int((-(-counts[chunks] // capacity)).sum())
-    split = 0 < (pieces + len(plan.units)) * kv_heads < 4 * threads
+    partials = int((counts[chunks].astype(np.int64) * (-(-step.context_lens[chunks] // PARTITION))).sum())
+    split = 0 < (pieces + len(plan.units)) * kv_heads < 4 * threads and partials <= _MOST_PARTIALS
     for row in chunks.tolist():
         begin, end = int(step.query_start[row]), int(step.query_start[row + 1])
         first_position = int(step.context_lens[row]) - (end - begin)

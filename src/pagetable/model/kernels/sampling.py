@@ -23,6 +23,7 @@ from pagetable.model.sampler import race_entries
 
 _SHIFT = 19  # weights, as the bits of a float32, are counted by what is left of these: 8 of exponent, 4 of mantissa
 _BUCKETS = 1 << (31 - _SHIFT)
+_LEAST_SHARE = 1e-30  # a top_p of 0, as a float32 may come to be, still keeps the likeliest token
 _NUMBERS = 2048  # random numbers made at once
 _GAMMA, _FACTOR_1, _FACTOR_2 = (
     np.uint64(0x9E3779B97F4A7C15),
@@ -63,7 +64,8 @@ def _draw_rows(
         if 0 < top_k[row] < size:
             cut = max(cut, cut_at(mine, size, cut, False, np.float64(top_k[row]), buckets[thread]))
         if top_p[row] < 1:
-            cut = max(cut, cut_at(mine, size, cut, True, np.float64(top_p[row]), buckets[thread]))
+            goal = max(np.float64(top_p[row]), _LEAST_SHARE)
+            cut = max(cut, cut_at(mine, size, cut, True, goal, buckets[thread]))
         tokens[claimed] = run_race(mine, size, cut, entries[claimed])
 
 
