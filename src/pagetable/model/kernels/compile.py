@@ -92,13 +92,16 @@ def cache_folder() -> Path | None:
     return folder
 
 
-def announce() -> None:
-    """Say that the first call will take long, where it will."""
+def announce(variant: str) -> None:
+    """Say that the first use of a variant of the kernels (a type of numbers) will take long, where it will."""
     folder = cache_folder()
-    if folder is None or not any(folder.glob("*/*.nbc")):
-        logger.warning(
-            "compiling kernels for this processor: some seconds to half a minute%s", "" if folder is None else ", once"
-        )
+    known = folder and folder / f"{variant}.used"
+    if known is None or not known.exists():
+        once = "" if known is None else ", once"
+        logger.warning("compiling %s kernels for this processor: some seconds to half a minute%s", variant, once)
+    if known is not None:
+        with suppress(OSError):
+            known.touch()
 
 
 def _base() -> Path:

@@ -20,6 +20,7 @@ memory read and asks nothing of the processor.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -43,6 +44,8 @@ from pagetable.model.kv_cache import KVCache
 from pagetable.model.rope import rope_table
 from pagetable.model.sampler import draw_rows
 from pagetable.model.weights import Place, TensorPlace
+
+logger = logging.getLogger(__name__)
 
 _HOT = 1e3  # a temperature at which weights are so alike that float32 cannot rank them
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -257,7 +260,10 @@ class CompiledLlama:
             )
         self.config, self.dtype = config, dtype
         self.device = torch.device("cpu")
-        self.team = Team(default_threads() if threads is None else threads)
+        cores = default_threads()
+        if threads is not None and threads > cores:
+            logger.warning("threads=%d, but this process may use %d cores: fewer would be faster", threads, cores)
+        self.team = Team(cores if threads is None else threads)
         self.cos, self.sin = np.empty(0, np.float32), np.empty(0, np.float32)  # flat
         self.weights: Weights | None = None
         self._counters = np.zeros(config.num_layers * _PHASES + _OUTSIDE, np.int64)
@@ -265,7 +271,7 @@ class CompiledLlama:
 
     def attention(self, cache: KVCache) -> PagedAttention:
         """The back-end that this model attends with."""
-        announce()
+        announce(str(self.dtype).removeprefix("torch."))
         return PagedAttention(cache, self.team)
 
     def reserve_positions(self, length: int) -> None:
