@@ -11,6 +11,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from pagetable.model import ModelRunner, load_model, open_checkpoint
+from pagetable.model.kernels.backend import PagedAttention
 from tests.model.steps import make_step
 from tests.model.tiny_models import LLAMA3, gguf_tensors, llama3_factors, save_hf, tiny_llama, write_gguf
 
@@ -26,7 +27,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 BLOCK_SIZE = 4
 
-pytestmark = pytest.mark.parametrize("kernels", ["numba", "torch"])
+pytestmark = pytest.mark.parametrize("kernels", ["numba", "torch", "torch with compiled attention"])
 
 
 def save(model: LlamaForCausalLM, kind: str, where: Path) -> Path:
@@ -45,8 +46,9 @@ def save(model: LlamaForCausalLM, kind: str, where: Path) -> Path:
 
 
 def make_runner(path: Path, kernels: str, dtype: str = "auto") -> ModelRunner:
-    model = load_model(open_checkpoint(path), dtype=dtype, kernels=kernels, threads=2)
-    runner = ModelRunner(model, num_blocks=128, block_size=BLOCK_SIZE)
+    model = load_model(open_checkpoint(path), dtype=dtype, kernels=kernels.split()[0], threads=2)
+    attention = PagedAttention if kernels == "torch with compiled attention" else None
+    runner = ModelRunner(model, num_blocks=128, block_size=BLOCK_SIZE, attention=attention)
     runner.kv_cache.data.fill_(torch.nan)
     return runner
 
