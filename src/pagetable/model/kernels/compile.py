@@ -96,9 +96,10 @@ def announce(variant: str) -> None:
     """Say that the first use of a variant of the kernels (a type of numbers) will take long, where it will."""
     folder = cache_folder()
     known = folder and folder / f"{variant}.used"
-    if known is None or not known.exists():
-        once = "" if known is None else ", once"
-        logger.warning("compiling %s kernels for this processor: some seconds to half a minute%s", variant, once)
+    if known is not None and known.exists():
+        return
+    once = "" if known is None else ", once"
+    logger.warning("compiling %s kernels for this processor: some seconds to half a minute%s", variant, once)
     if known is not None:
         with suppress(OSError):
             known.touch()
