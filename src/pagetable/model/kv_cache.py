@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pagetable.checkpoint import ModelError
+from pagetable.model.cgroups import control_groups
 from pagetable.model.config import ModelConfig
 
 _UNITS = (
@@ -143,30 +144,16 @@ def _system_available(root: Path) -> int | None:
         return None
 
 
+_CGROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
 def _cgroup_rooms(root: Path) -> list[int]:
     """Limit minus use of each cgroup, v2 and v1, that this process is in, up to the top."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    rooms = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "":
-            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            top, names = (
-                root / "sys/fs/cgroup/memory",
-                ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-            )
-        else:
-            continue
-        # In a container the path is often the host's, and not there: then only the top exists, and it is ours.
-        inner = top / path.lstrip("/")
-        for group in [inner, *inner.parents]:
-            if group.is_relative_to(top) and (room := _cgroup_room(group, *names)) is not None:
-                rooms.append(room)
-    return rooms
+    rooms = (_cgroup_room(group, *_CGROUP_FILES[version]) for version, group in control_groups(root, "memory"))
+    return [room for room in rooms if room is not None]
 
 
 def _cgroup_room(group: Path, limit_name: str, usage_name: str, cache_key: str) -> int | None:

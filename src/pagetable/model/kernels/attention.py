@@ -129,14 +129,11 @@ def attend_unit(
     for part in range(units[unit, FIRST_PART], units[unit, END_PART]):
         start = part * PARTITION
         count = min(PARTITION, last + 1 - start)
-        # The assignment only keeps the compiler from leaving `touch` out; `score` overwrites it.
-        if in_place and not all_heads:
+        if in_place and (head == 0 or not all_heads):
+            first, size = (0, slot_size) if all_heads else (at, head_dim)
+            # The assignment only keeps the compiler from leaving `touch` out; `score` overwrites it.
             scores[0] = touch(
-                keys, values, tables, units[unit, TABLE], start, count, block_size, slot_size, at, head_dim
-            )
-        elif in_place and head == 0:
-            scores[0] = touch(
-                keys, values, tables, units[unit, TABLE], start, count, block_size, slot_size, 0, slot_size
+                keys, values, tables, units[unit, TABLE], start, count, block_size, slot_size, first, size
             )
         score(
             keys, values, tables, units[unit, TABLE], start, count, block_size, slot_size, at, head_dim, wide,

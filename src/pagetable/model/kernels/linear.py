@@ -98,7 +98,7 @@ def multiply(counters, phase, threads, rows, a, a_row, panels, bias, c, c_row, h
     """c (+)= a @ panels + bias for `rows` rows; the threads of a team share it, panel by panel. `bias` may be empty."""
     depth = panels.shape[1]
     flat = panels.reshape(-1)
-    blocks = (rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
+    blocks = row_blocks(rows)
     units = panels.shape[0] * blocks
     run = max(1, units // (threads * _SHARES)) if blocks == 1 else 1
     while True:
@@ -114,21 +114,9 @@ def multiply(counters, phase, threads, rows, a, a_row, panels, bias, c, c_row, h
                 count, place = min(height, end - row), row * c_row + panel * TILE_COLUMNS
                 soon_at, soon_step = look_ahead(at, depth, row - begin, end - begin, height, 1)
                 multiply_tile(
-                    count,
-                    a,
-                    row * a_row,
-                    a_row,
-                    flat,
-                    at,
-                    TILE_COLUMNS,
-                    depth,
-                    c,
-                    place,
-                    c_row,
-                    how,
-                    soon_at,
-                    soon_step,
-                )
+                    count, a, row * a_row, a_row, flat, at, TILE_COLUMNS, depth,
+                    c, place, c_row, how, soon_at, soon_step,
+                )  # fmt: skip
                 if bias.size:
                     add_bias(bias, panel * TILE_COLUMNS, c, place, c_row, count)
 
@@ -141,7 +129,7 @@ def multiply_gated(counters, phase, threads, rows, a, a_row, panels, bias, c, c_
     """
     depth = panels.shape[1]
     flat = panels.reshape(-1)
-    blocks = (rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
+    blocks = row_blocks(rows)
     units = panels.shape[0] // 2 * blocks
     run = max(1, units // (threads * _SHARES)) if blocks == 1 else 1
     up = TILE_ROWS * TILE_COLUMNS  # where the second tile stands in scratch
@@ -214,9 +202,15 @@ def copy(source, at, target, place, size):
 
 
 @compiled
+def row_blocks(rows):
+    """Into how many blocks a batch's rows are cut."""
+    return (rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
+
+
+@compiled
 def block_rows(block, rows):
     """From and to which row a block goes, all blocks being about as high."""
-    blocks = (rows + _BLOCK_ROWS - 1) // _BLOCK_ROWS
+    blocks = row_blocks(rows)
     height = (rows + blocks - 1) // blocks
     return block * height, min(block * height + height, rows)
 

@@ -27,6 +27,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from pagetable.model.cgroups import control_groups
 from pagetable.model.kernels.compile import compiled
 
 MAX_THREADS = 256
@@ -221,7 +222,7 @@ def _siblings(root: Path, cpu: int) -> str:
 def _cpu_quota(root: Path) -> int:
     """Processors' worth of time that a container may use, rounded down, at least 1; MAX_THREADS if unlimited."""
     limits = [MAX_THREADS]
-    for group in _control_groups(root):
+    for _, group in control_groups(root, "cpu"):
         try:
             if (group / "cpu.max").exists():  # version 2: "quota period" or "max period"
                 quota, period = (group / "cpu.max").read_text().split()
@@ -233,19 +234,3 @@ def _cpu_quota(root: Path) -> int:
         except (OSError, ValueError, ZeroDivisionError):
             continue
     return max(1, min(limits))
-
-
-def _control_groups(root: Path) -> list[Path]:
-    """The folders of this process's groups, up to the top; in a container often only the top is there."""
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return []
-    groups = []
-    for line in lines:
-        _, controllers, path = [*line.split(":", 2), "", ""][:3]
-        if controllers == "" or "cpu" in controllers.split(","):
-            top = root / "sys/fs/cgroup" / ("" if controllers == "" else "cpu")
-            inner = top / path.lstrip("/")
-            groups += [group for group in [inner, *inner.parents] if group.is_relative_to(top)]
-    return groups
