@@ -20,10 +20,23 @@ ARROWS = {
     "prompts": {"engine", "text"},
     "request": {"engine", "outputs", "text"},
     "vllm_options": set(),
-    "llm": {"engine", "memory", "model", "text", "checkpoint", "outputs", "prompts", "request", "vllm_options"},
+    "llm_engine": {"engine", "memory", "prompts", "request", "text"},
+    "llm": {
+        "checkpoint",
+        "engine",
+        "llm_engine",
+        "memory",
+        "model",
+        "outputs",
+        "prompts",
+        "request",
+        "text",
+        "vllm_options",
+    },
+    "serving": {"", "checkpoint", "engine", "llm", "memory", "outputs", "request", "text"},
     "info": {"checkpoint", "memory", "model", "text"},
     "demo": {"engine", "llm", "memory", "outputs"},
-    "cli": {"", "engine", "llm", "outputs", "demo", "info"},
+    "cli": {"", "engine", "llm", "outputs", "demo", "info", "serving"},
 }
 WITHOUT_TORCH = ("memory", "engine", "checkpoint", "text")
 ONLY_IN_MEMORY = {"numpy", "xxhash"}  # beside the standard library
@@ -65,6 +78,11 @@ def test_a_room_knows_only_whom_it_may(room: str):
 def test_memory_needs_no_more_than_numpy_and_a_hash():
     foreign = {name.split(".")[0] for name in imports_of("memory")} - set(sys.stdlib_module_names) - {"pagetable"}
     assert foreign <= ONLY_IN_MEMORY
+
+
+def test_the_front_of_the_server_does_not_load_torch():
+    code = "import sys; sys.modules['torch'] = None; import pagetable.serving.server"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("room", WITHOUT_TORCH)

@@ -17,6 +17,8 @@ import click
 
 from pagetable import __version__
 from pagetable.engine import SamplingParams
+from pagetable.serving.bench_command import bench
+from pagetable.serving.command import serve
 
 if TYPE_CHECKING:
     from pagetable.llm import LLM
@@ -164,6 +166,9 @@ def info(model: str, memory: str, block_size: int, as_json: bool) -> None:
     facts = model_info(model, memory, block_size)
     click.echo(json.dumps(facts) if as_json else describe_model(facts))
 
+
+cli.add_command(serve)
+cli.add_command(bench)
 
 # -------------------------------------------------------------------- what the commands share
 

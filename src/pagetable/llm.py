@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import signal
 import sys
 import threading
@@ -11,8 +10,6 @@ import warnings
 from collections.abc import Generator, Iterator, Mapping
 from collections.abc import Sequence as SequenceABC
 from contextlib import closing, contextmanager
-from dataclasses import replace
-from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +18,8 @@ import torch
 from tqdm import tqdm
 
 from pagetable.checkpoint import ModelError, open_checkpoint
-from pagetable.engine import Engine, FinishReason, RequestError, SamplingParams, Scheduler, Sequence
+from pagetable.engine import Engine, SamplingParams, Scheduler
+from pagetable.llm_engine import LLMEngine
 from pagetable.memory import BlockManager, CacheStats, EventSink, check_block_size
 from pagetable.model import (
     ModelRunner,
@@ -34,8 +32,8 @@ from pagetable.model import (
     resolve_kernels,
 )
 from pagetable.outputs import RequestOutput
-from pagetable.prompts import Messages, Prompt, as_list, is_conversation, one_each, tokens_of
-from pagetable.request import Answer, Request
+from pagetable.prompts import Messages, Prompt, as_list, is_conversation, one_each
+from pagetable.request import Request
 from pagetable.text import Tokenizer, load_tokenizer, render_chat, resolve_model
 from pagetable.vllm_options import refuse_options
 
@@ -136,15 +134,14 @@ class LLM:
             eos_token_ids=self.tokenizer.eos_token_ids,
         )
         runner.warm_up()
-        self._engine: Engine | None = Engine(scheduler, runner)
+        self._llm_engine: LLMEngine | None = LLMEngine(
+            Engine(scheduler, runner), self.tokenizer, self.config.vocab_size, seed
+        )
         self._chat_template = chat_template
-        self._random = random.Random(seed)
         self._lock = threading.RLock()
-        self._request_ids = count()
-        self._answering: dict[int, tuple[Request, Answer]] = {}  # unfinished, by seq_id
         self._abandoned: list[Request] = []  # to be ended as soon as nobody is at the books
         self._busy = False  # somebody is
-        logger.info("%r", self)
+        logger.debug("%r", self)
 
     def __repr__(self) -> str:
         num_blocks, block_size = len(self.block_manager.blocks), self.block_manager.block_size
@@ -237,18 +234,21 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """The scheduler and the runner. RuntimeError after `close`."""
-        if self._engine is None:
+        return self.llm_engine.engine
+
+    @property
+    def llm_engine(self) -> LLMEngine:
+        """The requests in flight, for one who drives the steps himself. RuntimeError after `close`."""
+        if self._llm_engine is None:
             raise RuntimeError("this LLM is closed; make a new one")
-        return self._engine
+        return self._llm_engine
 
     def close(self) -> None:
         """End all requests and let go of the weights and the cache. Calling it again does nothing."""
         with self._lock:
-            if self._engine is None:
-                return
-            self._abandoned += [request for request, _ in self._answering.values()]
-            self._end_abandoned()
-            self._engine = None
+            if self._llm_engine is not None:
+                self._llm_engine.abort_all_requests()
+                self._llm_engine = None
 
     def __enter__(self) -> Self:
         return self
@@ -282,35 +282,18 @@ class LLM:
         next(stream)  # into its `try`: from now on, closing or dropping it ends the requests
         try:
             with self._bookkeeping():
-                scheduler = self.engine.scheduler
-                requests += [self._request(*given) for given in zip(prompts, params, priorities, strict=True)]
+                engine = self.llm_engine
+                requests += [
+                    engine.make_request(prompt, wanted, priority=rank)
+                    for prompt, wanted, rank in zip(prompts, params, priorities, strict=True)
+                ]
                 for request in requests:
                     request.news = news
-                    for answer in request.answers:
-                        scheduler.add(answer.seq)
-                        self._answering[answer.seq.seq_id] = request, answer
+                    engine.add_request(request)
         except BaseException:  # one is refused, or Ctrl-C: then none is queued
             stream.close()
             raise
         return stream
-
-    def _request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
-        text, token_ids, cache_salt = tokens_of(prompt, self.tokenizer)
-        base = self._random.getrandbits(63) if params.seed is None else params.seed
-        sequences = [
-            Sequence(
-                token_ids,
-                replace(params, seed=(base + i) % 2**64),
-                block_size=self.block_manager.block_size,
-                cache_salt=cache_salt,
-                priority=priority,
-            )
-            for i in range(params.n)
-        ]
-        largest = int(sequences[0].token_ids.view(0, len(sequences[0])).max(initial=0))
-        if largest >= self.config.vocab_size:
-            raise RequestError(f"token id {largest} is not in the vocabulary: 0 to {self.config.vocab_size - 1} are")
-        return Request(str(next(self._request_ids)), text, sequences, self.tokenizer)
 
     # ---------------------------------------------------------------- out
 
@@ -354,33 +337,9 @@ class LLM:
                     self._end_abandoned()
 
     def _step(self) -> bool:
-        """One step of the engine, and its tokens turned into text. False when there was nothing to do."""
-        engine = self.engine
+        """One step for everybody. False when there was nothing to do."""
         with self._bookkeeping():
-            busy = engine.scheduler.has_unfinished
-            step, finished = engine.step()
-            for seq in {seq.seq_id: seq for seq in (*(step.seqs if step else ()), *finished)}.values():
-                if seq.seq_id in self._answering:
-                    self._read(engine, *self._answering[seq.seq_id])
-                if seq.is_finished:
-                    self._answering.pop(seq.seq_id, None)
-        return busy
-
-    def _read(self, engine: Engine, request: Request, answer: Answer) -> None:
-        """Turn a sequence's new tokens into text, which may end it."""
-        error = engine.last_error if answer.seq.finish_reason is FinishReason.ERROR else None
-        num_read = answer.num_read
-        try:
-            if answer.read():
-                engine.scheduler.finish(answer.seq.seq_id, FinishReason.STOP)
-        except Exception as failure:  # one answer's text must not take the others along
-            logger.exception("the text of request %s failed", request.request_id)
-            engine.scheduler.finish(answer.seq.seq_id, FinishReason.ERROR)
-            error = failure
-        if error is not None:
-            answer.error = f"{type(error).__name__}: {error}"
-        if answer.num_read > num_read or answer.seq.is_finished:
-            request.note_news()
+            return self.llm_engine.step()
 
     @contextmanager
     def _bookkeeping(self) -> Iterator[None]:
@@ -395,10 +354,9 @@ class LLM:
 
     def _end_abandoned(self) -> None:
         """End what is unfinished of the requests that nobody waits for any more."""
-        for seq in [seq for request in self._abandoned for seq in request.sequences if not seq.is_finished]:
-            if self._engine is not None:
-                self._engine.scheduler.abort(seq.seq_id)
-            self._answering.pop(seq.seq_id, None)
+        if self._llm_engine is not None:
+            for request in self._abandoned:
+                self._llm_engine.abort_request(request)
         self._abandoned.clear()
 
 

@@ -39,6 +39,7 @@ class RequestMetrics:
     """Monotonic times in seconds, comparable with each other only."""
 
     arrival_time: float
+    first_scheduled_time: float | None = None  # when the first step that computed some of it began
     first_token_time: float | None = None
     finished_time: float | None = None
 
@@ -57,5 +58,6 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # one a prompt token, the first None; or not asked
     num_cached_tokens: int | None = None  # prompt tokens found in the cache at admission; None before it
     metrics: RequestMetrics = field(default_factory=lambda: RequestMetrics(0.0))

@@ -19,12 +19,19 @@ class Request:
         self.prompt_token_ids = sequences[0].prompt_token_ids
         self.answers = [Answer(index, seq, tokenizer) for index, seq in enumerate(sequences)]
         self.metrics = RequestMetrics(time.monotonic())
+        self._prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        self._tokenizer = tokenizer
         self.news: dict[Request, None] = {}  # where whoever waits for this request looks
 
     @property
     def sequences(self) -> list[Sequence]:
         """The sequences, in order of index."""
         return [answer.seq for answer in self.answers]
+
+    @property
+    def num_cached_tokens(self) -> int | None:
+        """Prompt tokens found in the cache at admission; None before it."""
+        return self.answers[0].seq.num_prefix_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -39,9 +46,25 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             outputs=[answer.next_output() for answer in self.answers],
             finished=self.is_finished,
-            num_cached_tokens=self.answers[0].seq.num_prefix_tokens,
+            prompt_logprobs=self.prompt_logprobs,
+            num_cached_tokens=self.num_cached_tokens,
             metrics=replace(self.metrics),
         )
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """One for each prompt token, None for the first. None unless they were asked for and are all there."""
+        seq = self.sequences[0]
+        asked = seq.sampling_params.prompt_logprobs is not None
+        if self._prompt_logprobs is None and asked and not seq.lacks_prompt_logprobs:
+            entries = (None, *seq.prompt_logprobs)
+            self._prompt_logprobs = [None if e is None else _readable(e, self._tokenizer) for e in entries]
+        return self._prompt_logprobs
+
+    def note_scheduled(self, began: float) -> None:
+        """A step that began then (monotonic seconds) has computed some of it."""
+        if self.metrics.first_scheduled_time is None:
+            self.metrics.first_scheduled_time = began
 
     def note_news(self) -> None:
         """An answer has gone on or ended: write down when, and let whoever waits know."""
@@ -67,11 +90,14 @@ class Answer:
             skip_special_tokens=params.skip_special_tokens,
             stop=params.stop or (),
             prompt_token_ids=seq.token_ids[: seq.num_prompt_tokens],
+            include_stop_str_in_output=params.include_stop_str_in_output,
             min_tokens=params.min_tokens,
         )
         self._logprobs: list[dict[int, Logprob]] | None = None if params.logprobs is None else []
         self.num_read = 0  # output tokens that were turned into text
-        self._num_told = 0  # characters that `next_output` has reported
+        self._new_text: list[str] = []  # since the last output
+        self.num_told = 0  # tokens that outputs have reported
+        self._end_told = False
         self._closed = False
 
     def read(self) -> bool:
@@ -80,14 +106,14 @@ class Answer:
         new = seq.token_ids[seq.num_prompt_tokens + self.num_read :].tolist()
         self.num_read += len(new)
         if self._logprobs is not None:
-            self._logprobs += [self._readable(entry) for entry in seq.logprobs[len(self._logprobs) :] if entry]
-        if seq.finish_reason is FinishReason.STOP and new:
+            entries = seq.logprobs[len(self._logprobs) :]
+            self._logprobs += [_readable(entry, self._tokenizer) for entry in entries if entry]
+        if seq.finish_reason is FinishReason.STOP and new and not seq.sampling_params.include_stop_str_in_output:
             new.pop()  # the end token is no part of the text, even when special tokens are
-        for token_id in new:
-            self._detokenizer.push(token_id)
+        self._new_text += [self._detokenizer.push(token_id) for token_id in new]
         if seq.is_finished and not self._closed:
             self._closed = True
-            self._detokenizer.finish()
+            self._new_text.append(self._detokenizer.finish())
         if self._detokenizer.stopped is None or seq.stop_reason is not None:
             return False
         seq.stop_reason = self._detokenizer.stopped
@@ -95,10 +121,15 @@ class Answer:
             seq.finish_reason = FinishReason.STOP  # its last token completed the stop string
         return not seq.is_finished
 
+    @property
+    def has_news(self) -> bool:
+        """Whether there is something that no output has reported."""
+        return bool(self._new_text) or self.num_told < self.num_read or (self.seq.is_finished and not self._end_told)
+
     def next_output(self) -> CompletionOutput:
         """What there is so far. `new_text` is what has come since the last call, so each call uses it up."""
+        new_text, _ = self._take_news()
         text = self._detokenizer.text
-        new_text, self._num_told = text[self._num_told :], len(text)
         token_ids, logprobs = self.seq.output_token_ids, self._logprobs
         return CompletionOutput(
             index=self.index,
@@ -115,13 +146,34 @@ class Answer:
             seq_id=self.seq.seq_id,
         )
 
-    def _readable(self, entry: TokenLogprobs) -> dict[int, Logprob]:
-        """The drawn token first, then the alternatives, the likeliest first (rank 1, 2, ...)."""
-        drawn, *others = zip(
-            entry.token_ids, entry.logprobs, (entry.rank, *range(1, len(entry.token_ids))), strict=True
+    def next_delta(self) -> CompletionOutput:
+        """What has come since the last call, and nothing else: text, tokens, log-probabilities."""
+        new_text, begin = self._take_news()
+        return CompletionOutput(
+            index=self.index,
+            text=new_text,
+            token_ids=self.seq.token_ids[self.seq.num_prompt_tokens + begin :].tolist(),
+            logprobs=None if self._logprobs is None else self._logprobs[begin : self.num_told],
+            finish_reason=self.seq.finish_reason and str(self.seq.finish_reason),
+            stop_reason=self.seq.stop_reason,
+            new_text=new_text,
+            error=self.error,
+            seq_id=self.seq.seq_id,
         )
-        text_of, known = self._tokenizer.token_text, self._tokenizer  # a model may have more columns than tokens
-        return {
-            token_id: Logprob(logprob, rank, text_of(token_id) if token_id in known else None)
-            for token_id, logprob, rank in (drawn, *(other for other in others if other[0] != drawn[0]))
-        }
+
+    def _take_news(self) -> tuple[str, int]:
+        """The text since the last output, and how many tokens had been reported by then."""
+        new_text, begin = "".join(self._new_text), self.num_told
+        self._new_text.clear()
+        self.num_told = self.seq.num_output_tokens
+        self._end_told = self.seq.is_finished
+        return new_text, begin
+
+
+def _readable(entry: TokenLogprobs, tokenizer: Tokenizer) -> dict[int, Logprob]:
+    """The token that stands there first, then the alternatives, the likeliest first (rank 1, 2, ...)."""
+    own, *others = zip(entry.token_ids, entry.logprobs, (entry.rank, *range(1, len(entry.token_ids))), strict=True)
+    return {  # a model may have more columns than tokens
+        token_id: Logprob(logprob, rank, tokenizer.token_text(token_id) if token_id in tokenizer else None)
+        for token_id, logprob, rank in (own, *(other for other in others if other[0] != own[0]))
+    }

@@ -3,6 +3,7 @@
 Each slot of the shadow memory holds the exact history that its K/V would depend on: the salt and every token up to and
 including its own. Before a step writes, every slot of the tokens that it takes as cached must hold the right history;
 what it writes must not touch what anybody else reads. So no order of storing and attending inside a step can matter.
+The log-probability of a prompt token is a function of the history in the slot before it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from pagetable.engine import SamplingParams, Scheduler, Sequence, Step
+from pagetable.engine import SamplingParams, Scheduler, Sequence, Step, StepOutput, TokenLogprobs
 from pagetable.memory import BlockManager
 
 History = tuple[str | None, tuple[int, ...]]
@@ -31,7 +32,7 @@ class ShadowRunner:
     vocabulary: int = 3
     slots: dict[int, History] = field(default_factory=dict)
 
-    def execute(self, step: Step) -> list[int]:
+    def execute(self, step: Step) -> StepOutput:
         tables = [self._slots_of(step, i) for i in range(len(step.seqs))]
         for seq, slots, scheduled in zip(step.seqs, tables, step.num_scheduled_tokens, strict=True):
             self._expect(seq, slots[:-scheduled])
@@ -46,11 +47,18 @@ class ShadowRunner:
                 self.slots[int(slot)] = self._history(seq, int(position))
         for seq, slots in zip(step.seqs, tables, strict=True):
             self._expect(seq, slots)
-        return [self.next_token(seq) for seq, needs in zip(step.seqs, step.needs_logits, strict=True) if needs]
+        tokens = [self.next_token(seq) for seq, needs in zip(step.seqs, step.needs_logits, strict=True) if needs]
+        return StepOutput(tokens, prompt_logprobs=self._prompt_logprobs(step))
 
     def next_token(self, seq: Sequence) -> int:
         """The answer that this sequence gets whatever is cached: a function of its history alone."""
         return zlib.crc32(repr((seq.cache_salt, seq.token_ids)).encode()) % self.vocabulary
+
+    def _prompt_logprobs(self, step: Step) -> list[TokenLogprobs]:
+        asked = step.prompt_logprobs
+        slots, token_ids = step.slot_mapping[asked.rows].tolist(), asked.token_ids.tolist()
+        counts = asked.num_logprobs.tolist()
+        return [entry(self.slots[slot], *what) for slot, *what in zip(slots, token_ids, counts, strict=True)]
 
     def _slots_of(self, step: Step, i: int) -> list[int]:
         positions = np.arange(step.context_lens[i])
@@ -76,6 +84,22 @@ class ShadowRunner:
             raise WrongKV("a step writes a slot that it reads as cached")
 
 
+def entry(history: History, token_id: int, num_alternatives: int) -> TokenLogprobs:
+    """What is said of a token that follows `history`."""
+    value = float(zlib.crc32(repr(history).encode()))
+    return TokenLogprobs((token_id, *range(num_alternatives)), (value,) * (num_alternatives + 1), 1)
+
+
+def check_prompt_logprobs(seq: Sequence) -> None:
+    """Each prompt token of a sequence that asks has its own entry, and all have one once a token is drawn."""
+    prompt, count = tuple(seq.prompt_token_ids), seq.sampling_params.prompt_logprobs
+    every = []
+    if count is not None:
+        every = [entry((seq.cache_salt, prompt[:i]), prompt[i], count) for i in range(1, len(prompt))]
+    assert seq.prompt_logprobs == every[: len(seq.prompt_logprobs)], "prompt log-probabilities of something else"
+    assert not seq.num_output_tokens or len(seq.prompt_logprobs) == len(every), "prompt log-probabilities are lost"
+
+
 def storm(seed: int, manager_class: type[BlockManager] = BlockManager, *, checked: bool = True) -> BlockManager:
     """Random requests through a tiny pool until all have ended; raises WrongKV or InvariantError on any fault.
 
@@ -88,7 +112,7 @@ def storm(seed: int, manager_class: type[BlockManager] = BlockManager, *, checke
     scheduler = Scheduler(
         manager,
         max_num_seqs=rng.randint(1, 6),
-        max_num_batched_tokens=rng.randint(1, 24),
+        max_num_batched_tokens=rng.randint(1, rng.choice([3, 24])),  # small: preempted in prefill
         max_model_len=40,
         scheduling_policy=rng.choice(["fcfs", "priority"]),
         eos_token_ids=[2] if rng.random() < 0.5 else [],
@@ -115,6 +139,8 @@ def storm(seed: int, manager_class: type[BlockManager] = BlockManager, *, checke
     else:
         raise AssertionError("the requests do not end")
     assert all(seq.is_finished for seq in everyone)
+    for seq in everyone:
+        check_prompt_logprobs(seq)
     manager.check()
     assert len(manager.free_block_ids) == num_blocks
     return manager
@@ -124,7 +150,12 @@ def _request(rng: random.Random, prompts: list[list[int]], block_size: int, num_
     prompt = list(rng.choice(prompts))
     if rng.random() < 0.5:
         prompt = prompt[: rng.randint(1, len(prompt))] + [rng.randrange(2) for _ in range(rng.randint(0, 3))]
-    params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 20), ignore_eos=rng.random() < 0.3)
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=rng.randint(1, 20),
+        ignore_eos=rng.random() < 0.3,
+        prompt_logprobs=rng.choice([None, None, None, 0, 2]),
+    )
     return Sequence(
         prompt[: min(39, num_blocks * block_size)],
         params,
@@ -149,5 +180,4 @@ def _run(rng: random.Random, scheduler: Scheduler, runner: ShadowRunner, step: S
             runner.execute(step)
         scheduler.rollback(step)
         return
-    tokens = runner.execute(step)
-    scheduler.commit(step, tokens)
+    scheduler.commit(step, runner.execute(step))

@@ -40,11 +40,15 @@ from pagetable.engine import RequestError, SamplingParams
         ("seed", 2**64),
         ("logprobs", 21),
         ("logprobs", -1),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", -1),
+        ("prompt_logprobs", True),
         ("stop", [""]),
         ("stop", [5]),
         ("stop_token_ids", [-1]),
         ("stop_token_ids", ["a"]),
         ("ignore_eos", "yes"),
+        ("include_stop_str_in_output", 1),
     ],
 )
 def test_bad_values_are_named(name: str, value: object):
@@ -58,10 +62,8 @@ def test_bad_values_are_named(name: str, value: object):
         ("presence_penalty", 0.5),
         ("frequency_penalty", 0.5),
         ("repetition_penalty", 1.2),
-        ("prompt_logprobs", 1),
         ("logit_bias", {5: 1.0}),
         ("bad_words", ["x"]),
-        ("include_stop_str_in_output", True),
     ],
 )
 def test_what_does_not_exist_yet_is_refused_by_name_and_accepted_when_off(name: str, value: object):

@@ -41,11 +41,43 @@ def test_storms_are_clean_when_hashes_collide_all_the_time(monkeypatch: pytest.M
 
 def test_storms_do_hit_evict_preempt_and_share():
     """A storm that never met the hard cases would prove nothing."""
-    stats = [storm(seed, checked=False).stats() for seed in range(200)]
+    stats = [storm(seed, checked=False).stats() for seed in range(400)]
     assert sum(s.hit_tokens for s in stats) > 1000
     assert sum(s.evictions for s in stats) > 1000
     assert sum(s.preemptions for s in stats) > 100
     assert sum(s.recomputed_tokens for s in stats) > 100
+
+
+class CountsInterruptions(BlockManager):
+    """Counts who is preempted with some of its prompt log-probabilities, not all."""
+
+    interrupted = 0
+
+    def preempt(self, seq: Any) -> None:
+        self.interrupted += bool(seq.prompt_logprobs) and seq.lacks_prompt_logprobs
+        super().preempt(seq)
+
+
+def test_storms_do_interrupt_those_who_ask_for_prompt_logprobs():
+    managers = [storm(seed, CountsInterruptions, checked=False) for seed in range(400)]
+    assert sum(manager.interrupted for manager in managers) > 4
+
+
+class HitsWhatMustBeComputed(BlockManager):
+    """Lets those hit who need every position's log-probability."""
+
+    def can_allocate(self, seq: Any, headroom: int = 0, *, may_hit: bool = True) -> int:
+        return super().can_allocate(seq, headroom)
+
+
+def test_a_hit_before_all_prompt_logprobs_are_there_is_found():
+    faults = []
+    for seed in range(50):
+        try:
+            storm(seed, HitsWhatMustBeComputed, checked=False)
+        except AssertionError as error:
+            faults.append(str(error))
+    assert any("prompt log-probabilities of something else" in fault for fault in faults)
 
 
 class EvictsWithoutForgetting(BlockManager):

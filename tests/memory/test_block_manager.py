@@ -167,6 +167,33 @@ def test_with_caching_off_nothing_is_hashed_or_hit():
     assert manager.can_allocate(PlainSequence(list(range(9)))) == 0
 
 
+def test_without_hits_all_is_computed_and_the_copies_go_when_it_is():
+    manager = BlockManager(6, 4)
+    first = ran(manager, list(range(9)))
+    again = PlainSequence(list(range(9)))
+    assert manager.can_allocate(again, may_hit=False) == 0
+    manager.allocate(again, 0)
+    assert set(again.block_table).isdisjoint(first.block_table)
+    assert manager.can_allocate(PlainSequence(list(range(9)))) == -1
+    compute(manager, again)
+    manager.check()
+    assert again.block_table[:2] == first.block_table[:2]
+    assert len(manager.free_block_ids) == 2
+
+
+@pytest.mark.parametrize(("num_blocks", "answer"), [(5, -1), (6, 0)])
+def test_without_hits_capacity_counts_every_block_and_refusal_changes_nothing(num_blocks: int, answer: int):
+    manager = BlockManager(num_blocks, 4)
+    ran(manager, list(range(9)))
+    seq = PlainSequence(list(range(9)))
+    free = list(manager.free_block_ids)
+    assert manager.can_allocate(seq) == 2
+    assert manager.can_allocate(seq, may_hit=False) == answer
+    assert list(manager.free_block_ids) == free
+    assert (seq.block_table, seq.num_cached_tokens) == ([], 0)
+    manager.check()
+
+
 @pytest.mark.parametrize("block_size", [0, 3, -4, 12])
 def test_block_size_must_be_a_power_of_two(block_size: int):
     with pytest.raises(ValueError, match=f"block_size={block_size}"):

@@ -59,6 +59,12 @@ def test_every_miss_reason(tape: Tape):
     admit(off, PlainSequence(list(range(9))))
     assert tape.last_miss() is MissReason.DISABLED
 
+    manager = BlockManager(8, 4, events=tape)
+    run(manager, list(range(9)))
+    seq = PlainSequence(list(range(9)))
+    manager.allocate(seq, manager.can_allocate(seq, may_hit=False))
+    assert tape.last_miss() is MissReason.DISABLED
+
     twins = BlockManager(8, 4, events=tape)
     admit(twins, PlainSequence(list(range(9))))
     admit(twins, PlainSequence(list(range(9))))

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from pagetable.engine.step import SamplingBatch, Step
+from pagetable.engine.step import PromptLogprobsBatch, SamplingBatch, Step
 
 _DEFAULTS = {
     "temperature": (np.float32, 0.0),
@@ -37,6 +37,7 @@ def make_step(
     block_size: int,
     needs_logits: Sequence[bool] | None = None,
     sampling: SamplingBatch | None = None,
+    prompt_logprobs: PromptLogprobsBatch | None = None,
 ) -> Step:
     """A step in which sequence i, with `computed[i]` tokens in the cache, computes `chunks[i]`; all read-only."""
     counts = np.array([len(chunk) for chunk in chunks], np.int32)
@@ -59,4 +60,19 @@ def make_step(
     }
     for array in arrays.values():
         array.flags.writeable = False  # a runner must not need to write them
-    return Step(seqs=(), **arrays, sampling=sampling or make_sampling(int(needs.sum())))
+    return Step(
+        seqs=(),
+        **arrays,
+        sampling=sampling or make_sampling(int(needs.sum())),
+        prompt_logprobs=prompt_logprobs or PromptLogprobsBatch.nothing(),
+    )
+
+
+def ask(rows: Sequence[int], token_ids: Sequence[int], counts: Sequence[int], seq_rows: Sequence[int]) -> Any:
+    """The part of a step that asks for prompt log-probabilities."""
+    return PromptLogprobsBatch(
+        rows=np.array(rows, np.int64),
+        token_ids=np.array(token_ids, np.int32),
+        num_logprobs=np.array(counts, np.int32),
+        seq_rows=np.array(seq_rows, np.int64),
+    )

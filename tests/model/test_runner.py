@@ -11,7 +11,7 @@ import torch
 from pagetable.engine.step import StepOutput
 from pagetable.model import Llama, LogitsError, ModelError, ModelRunner, load_config, load_model, open_checkpoint
 from pagetable.model.loading import resolve_dtype
-from tests.model.steps import make_sampling, make_step
+from tests.model.steps import ask, make_sampling, make_step
 from tests.model.tiny_models import TYPES, save_hf, tiny_llama, write_gguf
 
 
@@ -75,9 +75,25 @@ def test_nan_names_the_sequence_and_spares_no_silent_answer(runner: ModelRunner)
     assert isinstance(caught.value, FloatingPointError)
 
 
+def test_nan_in_the_middle_of_a_prompt_names_the_sequence_that_asks(runner: ModelRunner) -> None:
+    with torch.inference_mode():
+        embedding = dict(runner.model.placements())["model.embed_tokens.weight"]
+        embedding.fill(7, torch.full((1, embedding.shape[1]), torch.nan))
+    chunks, needs = [[1], [2, 3], [4, 7, 7]], [True, False, False]
+    asked = ask([1, 2, 3, 4, 5], [3, 9, 7, 7, 9], [0] * 5, [1, 1, 2, 2, 2])
+    with pytest.raises(LogitsError, match=r"rows \[2\]") as caught:
+        runner.execute(make_step([[0], [1], [2]], [0, 0, 0], chunks, 4, needs, prompt_logprobs=asked))
+    assert caught.value.rows == [2]
+    asked = ask([1, 2], [3, 9], [0] * 2, [1, 1])
+    step = make_step([[0], [1], [2]], [0, 0, 0], chunks, 4, needs, prompt_logprobs=asked)
+    assert len(runner.execute(step).prompt_logprobs or ()) == 2  # what nobody asks for harms nobody
+
+
 @pytest.mark.parametrize(
     ("step", "name"),
     [
+        (make_step([[0]], [0], [[1, 2]], 4, prompt_logprobs=ask([2], [1], [0], [0])), "prompt_logprobs.rows"),
+        (make_step([[0]], [0], [[1, 2]], 4, prompt_logprobs=ask([0], [160], [0], [0])), "prompt_logprobs.token_ids"),
         (make_step([[0]], [0], [[160]], 4), "token_ids"),
         (make_step([[0]], [0], [[-1]], 4), "token_ids"),
         (make_step([[8]], [0], [[1]], 4), "slot_mapping"),

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagetable.engine.sequence import Sequence
-from pagetable.engine.step import SamplingBatch, Step
+from pagetable.engine.step import PromptLogprobsBatch, SamplingBatch, Step
 
 
 def build_step(seqs: SequenceABC[Sequence], block_size: int, eos_token_ids: frozenset[int]) -> Step:
@@ -43,6 +43,8 @@ def build_step(seqs: SequenceABC[Sequence], block_size: int, eos_token_ids: froz
         block_tables=block_tables,
         query_start=query_start,
         sampling=_sampling([seq for seq, needs in zip(seqs, needs_logits, strict=True) if needs], eos_token_ids),
+        # A decode tells nothing of its prompt, and neither does the last of a prompt's tokens by itself.
+        prompt_logprobs=_prompt_logprobs(seqs, np.flatnonzero((num_scheduled > 1) | ~needs_logits), query_start),
     )
 
 
@@ -73,6 +75,31 @@ def _sampling(seqs: list[Sequence], eos_token_ids: frozenset[int]) -> SamplingBa
         num_logprobs=np.array([-1 if p.logprobs is None else p.logprobs for p in params], np.int32),
         banned_rows=pairs[:, 0],
         banned_token_ids=pairs[:, 1],
+    )
+
+
+def _prompt_logprobs(
+    seqs: SequenceABC[Sequence], in_prefill: NDArray[np.int64], query_start: NDArray[np.int32]
+) -> PromptLogprobsBatch:
+    asking = [row for row in in_prefill.tolist() if seqs[row].lacks_prompt_logprobs]
+    if not asking:
+        return PromptLogprobsBatch.nothing()
+    rows, token_ids = [], []
+    for row in asking:
+        seq, cached = seqs[row], seqs[row].num_cached_tokens
+        # Position p tells of token p + 1. What was recorded before a preemption is not asked for again.
+        first = max(cached, len(seq.prompt_logprobs))
+        stop = max(first, min(cached + seq.num_scheduled_tokens, seq.num_prompt_tokens - 1))
+        start = int(query_start[row]) - cached  # where position 0 would stand
+        rows.append(np.arange(start + first, start + stop, dtype=np.int64))
+        token_ids.append(seq.token_ids.view(first + 1, stop + 1))
+    lengths = [len(part) for part in rows]
+    alternatives = [seqs[row].sampling_params.prompt_logprobs or 0 for row in asking]
+    return PromptLogprobsBatch(
+        rows=np.concatenate(rows),
+        token_ids=np.concatenate(token_ids),
+        num_logprobs=np.repeat(np.array(alternatives, np.int32), lengths),
+        seq_rows=np.repeat(np.array(asking, np.int64), lengths),
     )
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from dataclasses import dataclass
 from typing import Protocol
 
 from pagetable.engine.scheduler import Scheduler
@@ -22,6 +24,18 @@ class Runner(Protocol):
         """One token for each sequence whose `needs_logits` is true, in batch order."""
 
 
+@dataclass(slots=True)
+class StepStats:
+    """What was in one step, and what its parts took in seconds."""
+
+    num_seqs: int = 0
+    num_prefill_tokens: int = 0
+    num_decode_tokens: int = 0  # sequences with one token in the step
+    schedule: float = 0.0
+    execute: float = 0.0
+    commit: float = 0.0
+
+
 class Engine:
     """A scheduler and the runner that computes its steps."""
 
@@ -29,6 +43,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.last_error: Exception | None = None  # what the latest failed step raised
+        self.step_stats = StepStats()  # of the latest step that was committed
 
     def step(self) -> tuple[Step | None, list[Sequence]]:
         """Run one step. Returns it (None: nothing to do, or it failed) and the sequences that finished.
@@ -36,12 +51,25 @@ class Engine:
         An exception of the runner, or an output that does not fit, ends the step, not the engine. What is not an error
         of the runner, such as Ctrl-C, passes through with the step rolled back.
         """
+        began = time.perf_counter()
         step = self.scheduler.schedule()
         if step is None:
             return None, []
         try:
+            scheduled = time.perf_counter()
             output = self.runner.execute(step)
-            return step, self.scheduler.commit(step, output)
+            executed = time.perf_counter()
+            finished = self.scheduler.commit(step, output)
+            num_decodes = int((step.num_scheduled_tokens == 1).sum())
+            self.step_stats = StepStats(
+                num_seqs=len(step.seqs),
+                num_prefill_tokens=step.num_tokens - num_decodes,
+                num_decode_tokens=num_decodes,
+                schedule=scheduled - began,
+                execute=executed - scheduled,
+                commit=time.perf_counter() - executed,
+            )
+            return step, finished
         except BaseException as error:
             if self.scheduler.step_in_flight is not step:  # the commit itself broke: not the runner's fault
                 raise

@@ -34,23 +34,23 @@ class SamplingParams:
     seed: int | None = None  # the same seed gives the same answer, whatever else runs
     max_tokens: int | None = 16  # output tokens; None: up to the model's length
     min_tokens: int = 0  # no end token before this many
-    stop: str | SequenceABC[str] | None = None  # texts that end the answer; not part of it
+    stop: str | SequenceABC[str] | None = None  # texts that end the answer
     stop_token_ids: SequenceABC[int] | None = None  # tokens that end the answer and are its last token
     ignore_eos: bool = False  # go on past the model's end tokens
     logprobs: int | None = None  # alternatives to report at each token; 0 only the drawn one
+    prompt_logprobs: int | None = None  # alternatives to report at each prompt token; 0 only the prompt's own
     skip_special_tokens: bool = True  # in the text
+    include_stop_str_in_output: bool = False  # what ends the answer, a stop text or token, is part of its text
 
     # From here on: accepted when off, refused otherwise (_refuse_unsupported).
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
-    prompt_logprobs: int | None = None
     bad_words: SequenceABC[str] | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: SequenceABC[int] | None = None
     logits_processors: Any = None
     structured_outputs: Any = None
-    include_stop_str_in_output: bool = False
     truncate_prompt_tokens: int | None = None
     detokenize: bool = True
     spaces_between_special_tokens: bool = True
@@ -72,9 +72,10 @@ class SamplingParams:
                 raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
         if self.seed is not None:
             _integer(self, "seed", -(2**63), 2**64 - 1)
-        if self.logprobs is not None:
-            _integer(self, "logprobs", 0, MAX_LOGPROBS)
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _integer(self, name, 0, MAX_LOGPROBS)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
                 raise RequestError(f"{name}={getattr(self, name)!r}: it must be True or False")
         self._normalise_stops()

@@ -172,17 +172,19 @@ class Scheduler:
         """Start waiting sequences in order, until one finds no memory.
 
         One that would compute a block which a running sequence is computing right now is passed over: next step it
-        finds the block in the cache. One spare block a running sequence is kept, so that decode does not at once
+        finds the block in the cache. One that still lacks log-probabilities of its prompt has to compute all of it: it
+        neither hits nor waits. One spare block a running sequence is kept, so that decode does not at once
         preempt what was just admitted; when nothing runs there is nobody to keep it for.
         """
         manager = self.block_manager
         place = 0  # in the queue: behind those that were passed over
         while place < len(self.waiting) and flight.budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[place]
-            num_cached_blocks = manager.can_allocate(seq, headroom=len(self.running))
+            may_hit = not seq.lacks_prompt_logprobs
+            num_cached_blocks = manager.can_allocate(seq, headroom=len(self.running), may_hit=may_hit)
             if num_cached_blocks < 0:
                 break
-            if manager.is_in_flight(seq, num_cached_blocks):
+            if may_hit and manager.is_in_flight(seq, num_cached_blocks):
                 place += 1
                 continue
             manager.allocate(seq, num_cached_blocks)
@@ -199,8 +201,11 @@ class Scheduler:
         not the one in flight; nothing is changed then.
         """
         flight = self._in_flight(step)
-        output = _checked_output(output, int(step.needs_logits.sum()))
+        output = _checked_output(output, int(step.needs_logits.sum()), len(step.prompt_logprobs))
         self._flight = None
+        of_prompts = output.prompt_logprobs or repeat(None)
+        for row, entry in zip(step.prompt_logprobs.seq_rows.tolist(), of_prompts, strict=False):
+            flight.seqs[row].prompt_logprobs.append(entry)
         finished: list[Sequence] = []
         drawn = iter(zip(output.token_ids, output.logprobs or repeat(None), strict=False))
         for seq, needs_logits in zip(flight.seqs, step.needs_logits.tolist(), strict=True):
@@ -317,8 +322,11 @@ class Scheduler:
         return self._flight
 
 
-def _checked_output(output: StepOutput | list[int], num_needed: int) -> StepOutput:
-    """The output of a step in its full form; ValueError unless it has what every row that needs logits asks for."""
+def _checked_output(output: StepOutput | list[int], num_needed: int, num_of_prompts: int) -> StepOutput:
+    """The output of a step in its full form; ValueError unless it has what the step asks for.
+
+    What stands in for a runner may have no log-probabilities at all, even if somebody asks: then None is recorded.
+    """
     if not isinstance(output, StepOutput):
         output = StepOutput(list(output))
     token_ids = [int(token_id) for token_id in output.token_ids]
@@ -327,6 +335,10 @@ def _checked_output(output: StepOutput | list[int], num_needed: int) -> StepOutp
         raise ValueError(
             f"the output has {len(token_ids)} tokens and {num_logprobs} log-probabilities, {num_needed} are needed"
         )
+    if output.prompt_logprobs is not None and len(output.prompt_logprobs) != num_of_prompts:
+        raise ValueError(
+            f"the output has {len(output.prompt_logprobs)} log-probabilities of prompts, {num_of_prompts} are needed"
+        )
     if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
         raise ValueError(f"the output has token ids {min(token_ids)} to {max(token_ids)}: they are int32 from 0 up")
-    return StepOutput(token_ids, output.logprobs)
+    return StepOutput(token_ids, output.logprobs, output.prompt_logprobs)

@@ -143,6 +143,7 @@ class Sequence:
         seed = self.sampling_params.seed
         self.seed = (random.getrandbits(64) if seed is None else seed) % 2**64
         self.logprobs: list[TokenLogprobs | None] = []  # one an output token, if asked for
+        self.prompt_logprobs: list[TokenLogprobs | None] = []  # one a prompt token but the first, if asked for
 
         self.block_table: list[int] = []  # block manager
         self.num_cached_tokens = 0  # block manager at admission, then scheduler: tokens whose K/V is in the blocks
@@ -171,6 +172,12 @@ class Sequence:
     def num_output_tokens(self) -> int:
         """Tokens generated so far."""
         return self.token_ids.length - self.num_prompt_tokens
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """Whether prompt log-probabilities are asked for and some are still to be computed."""
+        asked = self.sampling_params.prompt_logprobs is not None
+        return asked and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -6,7 +6,7 @@ request or a page table, only arrays. How a step is put together from sequences 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,6 +55,25 @@ class SamplingBatch:
 
 
 @dataclass(frozen=True, slots=True)
+class PromptLogprobsBatch:
+    """Prompt tokens whose log-probability is asked for, in the order of the tokens before them; all arrays (asked,)."""
+
+    rows: NDArray[np.int64]  # token of the step that comes just before it: what follows that one is its distribution
+    token_ids: NDArray[np.int32]  # the prompt token itself, which need not be in the step
+    num_logprobs: NDArray[np.int32]  # alternatives to report, from 0
+    seq_rows: NDArray[np.int64]  # place of its sequence in the batch
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @classmethod
+    def nothing(cls) -> PromptLogprobsBatch:
+        """Nobody asks."""
+        wide, narrow = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        return cls(rows=wide, token_ids=narrow, num_logprobs=narrow, seq_rows=wide)
+
+
+@dataclass(frozen=True, slots=True)
 class Step:
     """One batch of work: decodes first, then chunks of prefill, flat over tokens.
 
@@ -72,6 +91,7 @@ class Step:
     block_tables: NDArray[np.int32]  # (B, longest table)
     query_start: NDArray[np.int32]  # (B + 1,)
     sampling: SamplingBatch
+    prompt_logprobs: PromptLogprobsBatch = field(default_factory=PromptLogprobsBatch.nothing)
 
     @property
     def num_tokens(self) -> int:
@@ -81,10 +101,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log-probabilities at one output position, from the raw logits (before temperature and filters).
+    """Log-probabilities at one position, from the raw logits (before temperature and filters).
 
-    The drawn token comes first, then the requested alternatives from the likeliest down (the drawn one may be among
-    them again). `rank` is the drawn token's place in the vocabulary by probability, from 1.
+    The token that stands there, drawn or the prompt's, comes first, then the requested alternatives from the likeliest
+    down (it may be among them again). `rank` is its place in the vocabulary by probability, from 1.
     """
 
     token_ids: tuple[int, ...]
@@ -98,4 +118,4 @@ class StepOutput:
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None] | None = None  # None when nobody asked
-    prompt_logprobs: None = None  # reserved: no runner fills it yet
+    prompt_logprobs: list[TokenLogprobs | None] | None = None  # one for each of `Step.prompt_logprobs`, likewise

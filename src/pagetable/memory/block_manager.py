@@ -99,13 +99,14 @@ class BlockManager:
 
     # ---------------------------------------------------------------- admission
 
-    def can_allocate(self, seq: SequenceLike, headroom: int = 0) -> int:
+    def can_allocate(self, seq: SequenceLike, headroom: int = 0, *, may_hit: bool = True) -> int:
         """How many leading blocks of `seq` are cached, or -1 when memory is short: 0 means "go ahead, nothing cached".
 
         A pure look-up. A hit on a block in use costs nothing; a cached idle block is itself one of the free ones, so it
-        counts against capacity like a fresh block, once. `headroom` blocks must be left over.
+        counts against capacity like a fresh block, once. `headroom` blocks must be left over. Without `may_hit` nothing
+        counts as cached: for a sequence that has to compute all of its tokens.
         """
-        matched = self._match(seq)
+        matched = self._match(seq) if may_hit else []
         blocks = self.blocks
         num_needed = seq.num_blocks - sum(1 for block_id in matched if blocks[block_id].ref_count)
         return len(matched) if num_needed + headroom <= len(self.free_block_ids) else -1
@@ -143,7 +144,7 @@ class BlockManager:
         seq.num_cached_tokens = num_cached_blocks * self.block_size
         self._count(seq, chain)
         if self._sink is not None:
-            self._tell_admission(seq, num_cached_blocks, fresh)
+            self._tell_admission(seq, num_cached_blocks, fresh, refused=len(matched) > num_cached_blocks)
         self._announce(seq, num_cached_blocks)
 
     def is_in_flight(self, seq: SequenceLike, num_cached_blocks: int) -> bool:
@@ -410,12 +411,13 @@ class BlockManager:
         self._counters.recomputed_tokens += max(0, chain.computed_before_preemption - seq.num_cached_tokens)
         chain.computed_before_preemption = 0
 
-    def _tell_admission(self, seq: SequenceLike, num_cached_blocks: int, fresh: list[int]) -> None:
+    def _tell_admission(self, seq: SequenceLike, num_cached_blocks: int, fresh: list[int], refused: bool) -> None:
+        """`refused`: the first block to compute was in the cache, and was not wanted."""
         seq_id, chain = _seq_id(seq), self._chain(seq)
         if num_cached_blocks:
             self._tell(events.Hit(seq_id, seq.num_cached_tokens))
         hash = None
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or refused:
             reason = MissReason.DISABLED
         elif num_cached_blocks >= seq.num_blocks - 1:
             reason = MissReason.PARTIAL_TAIL

@@ -19,7 +19,7 @@ class MissReason(StrEnum):
     EVICTED = "evicted"  # it was, and its block was taken for other content
     PARTIAL_TAIL = "partial_tail"  # every full block before the last was hit; the last is never looked up
     IN_FLIGHT = "in_flight"  # another sequence is computing it right now
-    DISABLED = "disabled"  # prefix caching is off
+    DISABLED = "disabled"  # prefix caching is off, or this sequence has to compute what is cached
     RESET = "reset"  # it was registered before the cache was reset
 
 
@@ -59,13 +59,13 @@ class Miss:
     """A sequence was admitted and block `block_index` is the first that has to be computed, and why.
 
     There is one at each admission, since the last block is always computed: `partial_tail` says that all that could be
-    hit was hit. `in_flight` occurs only where nobody waits, as the scheduler does.
+    hit was hit. `in_flight` occurs only where nobody waits, as the scheduler does unless all has to be computed.
     """
 
     seq_id: int | None
     block_index: int
     num_tokens: int  # tokens to compute
-    hash: bytes | None  # of the missed block; None for a tail or with caching off
+    hash: bytes | None  # of the missed block; None for a tail or where nothing may be hit
     reason: MissReason
 
 

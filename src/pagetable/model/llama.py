@@ -121,6 +121,7 @@ class Llama(nn.Module):
         self.lm_head = None if config.tie_word_embeddings else nn.Parameter(torch.empty(size, dtype=dtype))
         self.requires_grad_(False)
         self.cos, self.sin = torch.empty(0), torch.empty(0)
+        self._hidden = torch.empty(0)  # of the step that was computed last
 
     def attention(self, cache: KVCache) -> AttentionBackend:
         """See `Decoder.attention`."""
@@ -160,8 +161,12 @@ class Llama(nn.Module):
         token_ids, positions, rows = (
             torch.tensor(array, device=self.device) for array in (step.token_ids, step.positions, wanted)
         )
-        hidden = self(token_ids, positions, attention)
+        self._hidden = hidden = self(token_ids, positions, attention)
         return self.logits(hidden[rows]) if len(wanted) else hidden.new_empty((0, self.config.vocab_size))
+
+    def more_logits(self, wanted: NDArray[np.int64]) -> Tensor:
+        """See `Decoder.more_logits`."""
+        return self.logits(self._hidden[torch.tensor(wanted, device=self.device)])
 
     def draw(self, logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
         """See `Decoder.draw`."""

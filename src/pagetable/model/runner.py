@@ -17,12 +17,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagetable.engine.step import SamplingBatch, Step, StepOutput
+from pagetable.engine.step import SamplingBatch, Step, StepOutput, TokenLogprobs
 from pagetable.model.attention import AttentionBackend
 from pagetable.model.config import ModelConfig
 from pagetable.model.kv_cache import KVCache
-from pagetable.model.sampler import LogitsError, sample
+from pagetable.model.sampler import LogitsError, sample, token_logprobs
 
+_PROMPT_ROWS = 64  # prompt tokens whose scores over the vocabulary are in memory at once
 _TORCH_THREADS = threading.Lock()
 
 
@@ -52,6 +53,9 @@ class Decoder(Protocol):
         Returns scores over the vocabulary (R, V), float32, after each of the tokens `wanted` (R,). The caller may
         overwrite them, and so does the next call.
         """
+
+    def more_logits(self, wanted: NDArray[np.int64]) -> Tensor:
+        """Scores as from `compute`, after other tokens of the step that was computed last; may overwrite those."""
 
     def draw(self, logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: NDArray[np.int64]) -> Tensor:
         """Draw a token for each of `rows` of `logits`: see `sampler.draw_rows`."""
@@ -104,33 +108,59 @@ class ModelRunner:
     def execute(self, step: Step) -> StepOutput:
         """Compute `step`: K and V of all its tokens go into the cache, one token comes out per row that needs logits.
 
-        Raises `ValueError` for a step that does not fit this model and cache, before anything is computed, and
-        `LogitsError` (with the places of the sequences in the batch) when nothing can be chosen.
+        And the log-probabilities of prompt tokens that are asked for. Raises `ValueError` for a step that does not fit
+        this model and cache, before anything is computed, and `LogitsError` (with the places of the sequences in the
+        batch) when nothing can be chosen.
         """
         self._check(step)
         wanted = np.flatnonzero(step.needs_logits)
         logits = self.model.compute(step, self.attention, step.query_start[wanted + 1].astype(np.int64) - 1)
-        if not len(wanted):
-            return StepOutput(token_ids=[])
-        try:
-            with _one_thread():
-                tokens, logprobs = sample(logits, step.sampling, self.model.draw)
-        except LogitsError as error:
-            raise LogitsError(wanted[error.rows].tolist()) from error
-        return StepOutput(token_ids=tokens, logprobs=logprobs)
+        tokens, logprobs = self._sample(logits, step, wanted) if len(wanted) else ([], None)
+        return StepOutput(tokens, logprobs, self._prompt_logprobs(step) if len(step.prompt_logprobs) else None)
+
+    def _sample(
+        self, logits: Tensor, step: Step, seq_rows: NDArray[np.int64]
+    ) -> tuple[list[int], list[TokenLogprobs | None] | None]:
+        with _one_thread(), _faults_at(seq_rows):
+            return sample(logits, step.sampling, self.model.draw)
+
+    def _prompt_logprobs(self, step: Step) -> list[TokenLogprobs | None]:
+        asked = step.prompt_logprobs
+        found: list[TokenLogprobs | None] = []
+        for begin in range(0, len(asked), _PROMPT_ROWS):
+            part = slice(begin, begin + _PROMPT_ROWS)
+            logits = self.model.more_logits(asked.rows[part])
+            with _one_thread(), _faults_at(asked.seq_rows[part]):
+                found += token_logprobs(logits, asked.token_ids[part], asked.num_logprobs[part])
+        return found
 
     def _check(self, step: Step) -> None:
         """On a GPU an index out of range ends the process; here it costs a few microseconds to say which."""
-        cache = self.kv_cache
-        for name, array, limit in (
-            ("token_ids", step.token_ids, self.model.config.vocab_size),
+        cache, asked, vocab_size = self.kv_cache, step.prompt_logprobs, self.model.config.vocab_size
+        limits: list[tuple[str, NDArray[Any], int]] = [
+            ("token_ids", step.token_ids, vocab_size),
             ("positions", step.positions, self.max_positions),
             ("slot_mapping", step.slot_mapping, cache.num_blocks * cache.block_size),
             ("context_lens", step.context_lens, self.max_positions + 1),
-        ):
+        ]
+        if len(asked):
+            limits += [
+                ("prompt_logprobs.rows", asked.rows, step.num_tokens),
+                ("prompt_logprobs.token_ids", asked.token_ids, vocab_size),
+            ]
+        for name, array, limit in limits:
             if len(array) == 0 or array.min() < 0 or array.max() >= limit:
                 given = f"{array.min()} to {array.max()}" if len(array) else "none"
                 raise ValueError(f"step has {name} from {given}; this model and cache allow 0 to {limit - 1}")
+
+
+@contextmanager
+def _faults_at(seq_rows: NDArray[np.int64]) -> Iterator[None]:
+    """Turn rows of logits that a LogitsError names into places of sequences in the batch, given for each row."""
+    try:
+        yield
+    except LogitsError as error:
+        raise LogitsError(np.unique(seq_rows[error.rows]).tolist()) from error
 
 
 @contextmanager

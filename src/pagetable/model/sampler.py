@@ -56,9 +56,7 @@ def sample(
         rows, tokens = batch.banned_rows[known].astype(np.int64), batch.banned_token_ids[known].astype(np.int64)
         logits[_on(logits, rows), _on(logits, tokens)] = -torch.inf
     best, chosen = _largest(logits)
-    bad = torch.nonzero(~torch.isfinite(best)).flatten().tolist()
-    if bad:
-        raise LogitsError(bad)
+    _refuse_unusable(best)
     drawing = np.flatnonzero(batch.temperature > 0)
     if len(drawing):
         chosen[_on(logits, drawing)] = (draw or draw_rows)(logits, best, batch, drawing)
@@ -69,6 +67,22 @@ def sample(
     for row, report in zip(asking, _report(logprobs, chosen[_on(logits, asking)], counts), strict=True):
         reports[row] = report
     return chosen.tolist(), reports
+
+
+def token_logprobs(logits: Tensor, token_ids: NDArray[np.int32], counts: NDArray[np.int32]) -> list[TokenLogprobs]:
+    """Log-probabilities of given tokens (R,), one for each row of `logits` (R, V), and `counts` (R,) alternatives.
+
+    Raises `LogitsError` for rows that are no distribution.
+    """
+    _refuse_unusable(_largest(logits)[0])
+    return _report(torch.log_softmax(logits, dim=-1), _on(logits, token_ids.astype(np.int64)), counts)
+
+
+def _refuse_unusable(largest: Tensor) -> None:
+    """LogitsError unless each row's largest value is a number."""
+    bad = torch.nonzero(~torch.isfinite(largest)).flatten().tolist()
+    if bad:
+        raise LogitsError(bad)
 
 
 def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -180,7 +194,7 @@ def _nucleus_end(descending: Tensor, goal: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _report(logprobs: Tensor, chosen: Tensor, counts: NDArray[np.int32]) -> list[TokenLogprobs]:
-    """`TokenLogprobs` of the rows that ask: logprobs (a, V), the drawn tokens (a,), alternatives wanted (a,)."""
+    """`TokenLogprobs` of the rows that ask: logprobs (a, V), the tokens that stand there (a,), alternatives (a,)."""
     drawn = logprobs.gather(1, chosen[:, None])
     ranks = ((logprobs > drawn).sum(dim=-1) + 1).tolist()
     top = logprobs.topk(min(int(counts.max()), logprobs.shape[1]), dim=-1)

@@ -62,7 +62,8 @@ class Tokenizer:
         if not isinstance(text, str):
             raise TypeError(f"text to encode must be a string, not {type(text).__name__}")
         text.encode()  # a lone surrogate is named here; the library would say that this is no string
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # `encode` would keep every other thread of the process waiting; this lets them run, and leaves offsets out.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; what is not UTF-8 becomes U+FFFD. An id above the vocabulary (padding columns) gives no text.

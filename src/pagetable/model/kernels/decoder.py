@@ -268,6 +268,7 @@ class CompiledLlama:
         self.weights: Weights | None = None
         self._counters = np.zeros(config.num_layers * _PHASES + _OUTSIDE, np.int64)
         self._room: dict[str, np.ndarray] = {}
+        self._computed: tuple[Batch, Sizes, PagedAttention] | None = None  # the last step
 
     def attention(self, cache: KVCache) -> PagedAttention:
         """The back-end that this model attends with."""
@@ -318,7 +319,6 @@ class CompiledLlama:
         attention.plan(step)
         plan = attention.prepare(c.num_heads)
         tokens, heads = len(step.token_ids), c.num_heads
-        logits = self._array("logits", len(wanted) * padded(c.vocab_size))
         batch = Batch(
             np.array(step.token_ids), np.array(wanted, np.int64), plan.positions, plan.slots, plan.tables,
             plan.members, plan.units, plan.partials, plan.split_tokens, attention.partial_results,
@@ -327,18 +327,37 @@ class CompiledLlama:
             self._array("qkv", tokens * padded((heads + 2 * c.num_kv_heads) * c.head_dim)),
             self._array("out", tokens * heads * c.head_dim),
             self._array("hidden", tokens * padded(c.intermediate_size)),
-            logits,
+            self._logits_room(len(wanted)),
         )  # fmt: skip
         sizes = Sizes(
             c.num_layers, c.hidden_size, c.intermediate_size, heads // c.num_kv_heads, c.num_kv_heads, c.head_dim,
             attention.cache.block_size, c.rms_norm_eps,
         )  # fmt: skip
+        self._computed = batch, sizes, attention
+        return self._run(batch, sizes, attention)
+
+    @torch.inference_mode()
+    def more_logits(self, wanted: np.ndarray) -> Tensor:
+        """See `Decoder.more_logits`. The result is overwritten by the next call, and overwrites what `compute` gave."""
+        assert self._computed is not None, "compute comes first"
+        batch, sizes, attention = self._computed
+        # A step of no tokens through no layers is the head alone, on what the last step left in x. So there is nothing
+        # else to compile.
+        head = batch._replace(
+            token_ids=batch.token_ids[:0], wanted=np.array(wanted, np.int64), logits=self._logits_room(len(wanted))
+        )
+        return self._run(head, sizes._replace(layers=0), attention)
+
+    def _run(self, batch: Batch, sizes: Sizes, attention: PagedAttention) -> Tensor:
         self.team.run(
             run_step, self._counters, batch, self.weights, sizes, attention.layers, self.cos, self.sin,
             attention.scratch,
         )  # fmt: skip
-        row = padded(c.vocab_size)
-        return torch.from_numpy(logits[: len(wanted) * row].reshape(len(wanted), row)[:, : c.vocab_size])
+        count, row = len(batch.wanted), padded(self.config.vocab_size)
+        return torch.from_numpy(batch.logits[: count * row].reshape(count, row)[:, : self.config.vocab_size])
+
+    def _logits_room(self, rows: int) -> np.ndarray:
+        return self._array("logits", rows * padded(self.config.vocab_size))
 
     def draw(self, logits: Tensor, largest: Tensor, batch: SamplingBatch, rows: np.ndarray) -> Tensor:
         """See `Decoder.draw`."""

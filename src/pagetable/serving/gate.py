@@ -1,0 +1,174 @@
+"""What a request passes before any endpoint sees it: size, time, host, key. All bounds on clients stand here."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import re
+from typing import Any
+from uuid import uuid4
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from pagetable.serving.access import OPEN_PATHS, Access
+from pagetable.serving.errors import ApiError
+from pagetable.serving.front import Front
+
+MAX_HEAD_BYTES = 64 << 10  # request line and headers
+HEAD_SECONDS = 30.0  # to send them
+BODY_SECONDS = 60.0  # to send the body
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
+
+
+class BoundedHttp(HttpToolsProtocol):
+    """uvicorn's HTTP protocol with a limit on the size of a request's head and on the time it takes to come."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """A client has connected."""
+        super().connection_made(transport)
+        self._head_bytes = 0
+        self._in_head = True
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """It has gone."""
+        self._head_timer.cancel()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Some bytes have come."""
+        super().data_received(data)
+        if self._in_head and not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD_BYTES:
+                self.send_400_response(f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        """The first byte of a request, perhaps not of the first one."""
+        super().on_message_begin()
+        self._in_head = True
+        self._head_timer.cancel()
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+
+    def on_headers_complete(self) -> None:
+        """The head is all there."""
+        self._in_head = False
+        self._head_bytes = 0
+        self._head_timer.cancel()
+        # How a stream cuts off a client that reads nothing; a close would wait for it to read.
+        self.scope["extensions"] = {"pagetable.abort": self.transport.abort}  # type: ignore[dict-item]
+        super().on_headers_complete()
+
+    def _give_up(self) -> None:
+        if not self.transport.is_closing():
+            self.transport.close()
+
+
+class Gate:
+    """ASGI middleware: counts answers, names requests, refuses who may not come in and what is too large."""
+
+    def __init__(self, app: ASGIApp, front: Front, access: Access) -> None:
+        self._app = app
+        self._front = front
+        self._access = access
+        self._only_local = not front.settings.is_public() and not access.needs_key
+        self._known_hosts = {front.settings.host, "localhost"}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let it pass, or answer with what is wrong."""
+        if scope["type"] != "http":
+            if scope["type"] == "lifespan":
+                await self._app(scope, receive, send)
+            return
+        watched = _Watched(send, self._request_id(scope))
+        try:
+            self._admit(scope)
+            if scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
+                receive = _replay(await self._body(scope, receive), receive)
+            await self._app(scope, receive, watched)
+        except Exception as error:
+            refused = self._front.refuse(error)
+            if watched.status is None:
+                await refused.response()(scope, receive, watched)
+            else:
+                raise
+        finally:
+            self._front.metrics.http_response(scope["path"], watched.status or 499)
+
+    def _request_id(self, scope: Scope) -> str | None:
+        if not self._front.settings.enable_request_id_headers:
+            return None
+        given = Headers(scope=scope).get("x-request-id", "")
+        return given if REQUEST_ID.fullmatch(given) else uuid4().hex
+
+    def _admit(self, scope: Scope) -> None:
+        headers = Headers(scope=scope)
+        if self._only_local and not self._is_local(headers.get("host", "localhost")):
+            # A web page can give its own name this machine's address, and would be let in by the browser.
+            raise ApiError(403, "this server answers to localhost only; give it an --api-key to use another name")
+        if scope["path"] not in OPEN_PATHS:
+            scope["caller"] = self._access.caller(headers.get("authorization"))
+
+    def _is_local(self, host: str) -> bool:
+        name = re.sub(r":\d*$", "", host).strip("[]").lower()
+        if name in self._known_hosts:
+            return True
+        try:
+            return ipaddress.ip_address(name).is_loopback
+        except ValueError:
+            return False
+
+    async def _body(self, scope: Scope, receive: Receive) -> bytes:
+        limit = self._front.settings.max_request_bytes
+        announced = Headers(scope=scope).get("content-length", "")
+        if announced.isdigit() and int(announced) > limit:
+            raise _too_large(limit)
+        body = bytearray()
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                while True:
+                    message = await receive()
+                    body += message.get("body", b"")
+                    if len(body) > limit:
+                        raise _too_large(limit)
+                    if not message.get("more_body", False):
+                        return bytes(body)
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s", code="timeout") from None
+
+
+class _Watched:
+    """A `send` that remembers the status, and puts the request's name among the headers."""
+
+    def __init__(self, send: Send, request_id: str | None) -> None:
+        self._send = send
+        self._request_id = request_id
+        self.status: int | None = None
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            if self._request_id is not None:
+                headers = [*message.get("headers", ()), (b"x-request-id", self._request_id.encode())]
+                message = {**message, "headers": headers}
+        await self._send(message)
+
+
+def _too_large(limit: int) -> ApiError:
+    return ApiError(413, f"the body is larger than {limit} bytes, which is what this server allows", code="too_large")
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """A `receive` that gives the body at once, then what the client does next."""
+    told = False
+
+    async def again() -> Message:
+        nonlocal told
+        if told:
+            return await receive()
+        told = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return again

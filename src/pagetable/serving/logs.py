@@ -1,0 +1,82 @@
+"""Structured logs: one line a request, as text or as JSON. No prompt text unless asked for."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from pagetable.serving.record import RequestRecord
+
+logger = logging.getLogger("pagetable.request")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and the fields of the record if it has some."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record as a line."""
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z",
+            "level": record.levelname,
+            "logger": record.name,
+            "message": record.getMessage(),
+            **getattr(record, "fields", {}),
+        }
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return msgspec.json.encode(line).decode()
+
+
+def configure_logging(level: str, form: str) -> None:
+    """All logs of this process to standard error, as `text` or `json`."""
+    handler = logging.StreamHandler(sys.stderr)
+    if form == "json":
+        handler.setFormatter(JsonFormatter())
+    else:
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.captureWarnings(True)
+
+
+def log_request(record: RequestRecord, prompts: Sequence[str] | None) -> None:
+    """The line of one request that has ended."""
+    fields = _fields(record)
+    if prompts is not None:
+        fields["prompts"] = list(prompts)
+    level = logging.WARNING if record.error else logging.INFO
+    text = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items() if value is not None)
+    logger.log(level, "%s", text, extra={"fields": fields})
+
+
+def _fields(record: RequestRecord) -> dict[str, Any]:
+    return {
+        "request_id": record.request_id,
+        "endpoint": record.endpoint,
+        "model": record.model,
+        "tokens_in": record.num_prompt_tokens,
+        "tokens_cached": record.num_cached_tokens,
+        "tokens_out": record.num_output_tokens,
+        "n": record.n if record.n > 1 else None,
+        "stream": record.streamed,
+        "queue_ms": _milliseconds(record.arrival_time, record.first_scheduled_time),
+        "ttft_ms": _milliseconds(record.arrival_time, record.first_token_time),
+        "total_ms": _milliseconds(record.arrival_time, record.finished_time),
+        "finish_reason": record.finish_reason,
+        "error": record.error,
+    }
+
+
+def _milliseconds(begin: float, end: float | None) -> float | None:
+    return None if end is None else round((end - begin) * 1000, 1)
+
+
+def _quoted(value: Any) -> str:
+    """A value that is one word stands for itself; anything else, line breaks above all, as JSON."""
+    text = str(value)
+    plain = not isinstance(value, list) and text.isprintable() and " " not in text and '"' not in text and text
+    return text if plain else msgspec.json.encode(value).decode()
