@@ -69,7 +69,9 @@ class SamplingParams:
         if self.max_tokens is not None:
             _integer(self, "max_tokens", 1)
             if self.min_tokens > self.max_tokens:
-                raise RequestError(f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}")
+                raise RequestError(
+                    f"min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}", "min_tokens"
+                )
         if self.seed is not None:
             _integer(self, "seed", -(2**63), 2**64 - 1)
         for name in ("logprobs", "prompt_logprobs"):
@@ -77,7 +79,7 @@ class SamplingParams:
                 _integer(self, name, 0, MAX_LOGPROBS)
         for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
             if not isinstance(getattr(self, name), bool):
-                raise RequestError(f"{name}={getattr(self, name)!r}: it must be True or False")
+                raise RequestError(f"{name}={getattr(self, name)!r}: it must be True or False", name)
         self._normalise_stops()
 
     def _refuse_unsupported(self) -> None:
@@ -85,16 +87,20 @@ class SamplingParams:
         for field in fields(self)[first:]:
             value = getattr(self, field.name)
             if value != field.default and not (value in ([], {}, ()) and field.default is None):
-                raise RequestError(f"{field.name}={value!r} is not supported yet; leave it at {field.default!r}")
+                raise RequestError(
+                    f"{field.name}={value!r} is not supported yet; leave it at {field.default!r}", field.name
+                )
 
     def _normalise_stops(self) -> None:
         """`stop` and `stop_token_ids` become tuples."""
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple(self.stop)
         if stop is None or not all(isinstance(text, str) and text for text in stop):
-            raise RequestError(f"stop={self.stop!r}: it must be a text or a list of texts, none of them empty")
+            raise RequestError(f"stop={self.stop!r}: it must be a text or a list of texts, none of them empty", "stop")
         token_ids = _as_tuple(self.stop_token_ids)
         if token_ids is None or not all(is_integer(token_id) and 0 <= token_id <= MAX_INT32 for token_id in token_ids):
-            raise RequestError(f"stop_token_ids={self.stop_token_ids!r}: it must be a list of token ids")
+            raise RequestError(
+                f"stop_token_ids={self.stop_token_ids!r}: it must be a list of token ids", "stop_token_ids"
+            )
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(int(token_id) for token_id in token_ids))
 
@@ -105,7 +111,7 @@ def _number(params: SamplingParams, name: str, low: float, high: float, *, low_a
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool | np.bool_)
     if not is_number or not low <= value <= high or (value == low and not low_allowed):
         bounds = f"{'at least' if low_allowed else 'more than'} {low:g}, at most {high:g}"
-        raise RequestError(f"{name}={value!r}: it must be a number, {bounds}")
+        raise RequestError(f"{name}={value!r}: it must be a number, {bounds}", name)
     object.__setattr__(params, name, float(value))
 
 
@@ -114,7 +120,7 @@ def _integer(params: SamplingParams, name: str, low: int, high: int | None = Non
     value: Any = getattr(params, name)
     if not is_integer(value) or value < low or (high is not None and value > high):
         bounds = f"from {low} up" if high is None else f"from {low} to {high}"
-        raise RequestError(f"{name}={value!r}: it must be a whole number {bounds}")
+        raise RequestError(f"{name}={value!r}: it must be a whole number {bounds}", name)
     object.__setattr__(params, name, int(value))
 
 

@@ -15,7 +15,7 @@ from pagetable.serving.messages import Delta, TokenChoices
 from pagetable.serving.record import RequestRecord
 from pagetable.serving.responses import event
 from pagetable.serving.sampling import completion_params
-from pagetable.serving.schema import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from pagetable.serving.schema import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest, Usage
 
 ENDPOINT = "/v1/completions"
 
@@ -48,7 +48,7 @@ class CompletionAnswer:
             "created": self._created,
             "model": job.record.model,
             "choices": choices,
-            "usage": job.usage(),
+            "usage": self._usage(job),
         }
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
@@ -66,10 +66,10 @@ class CompletionAnswer:
         async with aclosing(self._choices(job)) as parts:
             async for part in parts:
                 if continuous:
-                    envelope["usage"] = job.usage()
+                    envelope["usage"] = self._usage(job)
                 yield event({**envelope, "choices": [part]})
         if asked:
-            yield event({**envelope, "choices": [], "usage": job.usage()})
+            yield event({**envelope, "choices": [], "usage": self._usage(job)})
 
     # ---------------------------------------------------------------- in
 
@@ -111,9 +111,9 @@ class CompletionAnswer:
     def _choice(self, job: Job, delta: Delta) -> CompletionChoice:
         """What one delta adds; before an answer's first comes the prompt, if it is to be repeated."""
         echo = bool(self._body.echo) and delta.index not in self._offsets
-        text, choices = delta.text, delta.logprobs
+        text, choices, reason = delta.text, delta.logprobs, finish_reason(delta)
         if self._body.max_tokens == 0:  # the one token was drawn for nothing
-            text, choices = "", []
+            text, choices, reason = "", [], reason and "length"
         before: list[TokenChoices | None] = []
         if echo:
             text = self._echoes[delta.index // job.params.n] + text
@@ -124,9 +124,15 @@ class CompletionAnswer:
             "index": delta.index,
             "text": text,
             "logprobs": self._logprobs(job, delta, [*before, *(choices or [])], offset),
-            "finish_reason": finish_reason(delta),
-            "stop_reason": delta.stop_reason,
+            "finish_reason": reason,
+            "stop_reason": delta.stop_reason if reason == "stop" else None,
         }
+
+    def _usage(self, job: Job) -> Usage:
+        usage = job.usage()
+        if self._body.max_tokens == 0:
+            usage["completion_tokens"], usage["total_tokens"] = 0, usage["prompt_tokens"]
+        return usage
 
     def _logprobs(
         self, job: Job, delta: Delta, choices: Sequence[TokenChoices | None], offset: int

@@ -16,14 +16,14 @@ import threading
 import time
 import warnings
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import zmq
 
 from pagetable.engine import RequestError
-from pagetable.llm import LLM
+from pagetable.memory import Cleared
 from pagetable.outputs import Logprob
 from pagetable.request import Answer, Request
 from pagetable.serving.kv_events import KVEventPublisher, KVEventsConfig
@@ -47,6 +47,9 @@ from pagetable.serving.messages import (
     TokenChoices,
 )
 
+if TYPE_CHECKING:
+    from pagetable.llm import LLM
+
 logger = logging.getLogger(__name__)
 
 IDLE_REPORT_SECONDS = 1.0  # an engine with nothing to do says so this often
@@ -66,11 +69,13 @@ class EngineConfig(msgspec.Struct):
 class EngineProcess:
     """Takes messages between steps, runs steps, reports each."""
 
-    def __init__(self, llm: LLM, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], publish: Any = None) -> None:
+    def __init__(
+        self, llm: LLM, inbox: zmq.Socket[bytes], outbox: zmq.Socket[bytes], publisher: KVEventPublisher | None = None
+    ) -> None:
         self._llm = llm
         self._engine = llm.llm_engine
         self._inbox, self._outbox = inbox, outbox
-        self._publisher: KVEventPublisher | None = publish
+        self._publisher = publisher
         self._requests: dict[str, list[Request]] = {}  # unfinished, by the front's request_id: one a prompt
         self._homes: dict[Request, tuple[str, int]] = {}  # whose it is, and the index of its first answer
         self._news: dict[Request, None] = {}  # those that have something to tell
@@ -80,6 +85,9 @@ class EngineProcess:
 
     def run(self) -> None:
         """Serve until told to end."""
+        if self._publisher is not None:
+            self._publisher(Cleared())  # for those who follow the engine that this one may replace
+            self._publisher.flush()
         self._send(self._ready())
         while self._receive():
             began = time.perf_counter()
@@ -231,6 +239,9 @@ def main() -> None:
         socket.set_hwm(0)  # nothing may be lost; the front bounds what it lets in
         socket.connect(address)
     publisher = KVEventPublisher(config.kv_events) if config.kv_events else None
+    # Late, for it takes seconds: subscribers find the publisher again before its first batch.
+    from pagetable.llm import LLM
+
     try:
         llm = LLM(**config.arguments, events=publisher, progress=False)
     except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
@@ -240,6 +251,8 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # blocks live as long as the process: no collection needs to walk them
     EngineProcess(llm, inbox, outbox, publisher).run()
+    if publisher is not None:
+        publisher.close()
     context.destroy(linger=1000)
 
 

@@ -31,7 +31,8 @@ too slowly; ask again. (A server that knows no snapshots takes those 8 bytes for
 
 **A client** subscribes, takes a snapshot numbered n, ignores batches up to n and folds each later one. When a number
 is missing it asks for a replay from the first it lacks; if the answer begins later than that, it takes a snapshot. A
-number below the last live one means that the engine was started anew: take a snapshot. A subscription works from a
+number below the last live one means that the engine was started anew: take a snapshot. (The first batch of an engine
+process is AllBlocksCleared, so that whoever folds without counting is right as well.) A subscription works from a
 moment after the connection on, and loss at the end looks like silence: ask for a replay when nothing comes for long.
 The tests of this file have such a client.
 """

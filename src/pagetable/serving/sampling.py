@@ -33,7 +33,7 @@ _COMMON = (
 def completion_params(body: CompletionRequest, settings: ServerSettings, num_prompts: int) -> SamplingParams:
     """How to answer a completion request. RequestError or ApiError names the field at fault."""
     _check_limits(body, settings, num_prompts)
-    if body.best_of not in (None, body.n):
+    if body.best_of not in (None, body.n or 1):
         raise ApiError(400, f"best_of={body.best_of} is not supported; leave it out, or give n", param="best_of")
     if body.suffix:
         raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
@@ -76,12 +76,13 @@ def _common(body: CompletionRequest | ChatCompletionRequest) -> dict[str, Any]:
 
 
 def _check_limits(body: CompletionRequest | ChatCompletionRequest, settings: ServerSettings, num_prompts: int) -> None:
-    if body.n > settings.max_n:
-        raise ApiError(400, f"n={body.n}: this server allows 1 to {settings.max_n}", param="n")
-    if num_prompts * body.n > settings.max_queued_requests:
+    n = body.n or 1
+    if n > settings.max_n:
+        raise ApiError(400, f"n={n}: this server allows 1 to {settings.max_n}", param="n")
+    if num_prompts * n > settings.max_queued_requests:
         raise ApiError(
             400,
-            f"{num_prompts} prompts with n={body.n} ask for {num_prompts * body.n} answers; "
+            f"{num_prompts} prompts with n={n} ask for {num_prompts * n} answers; "
             f"this server allows {settings.max_queued_requests} a request",
             param="prompt",
         )

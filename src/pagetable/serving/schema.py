@@ -62,7 +62,7 @@ class _Generation(_Body):
     """What both kinds of completion have in common."""
 
     model: str | None = Field(None, description="A served model's name; the first one if left out.")
-    n: int = Field(1, ge=1, description="Answers to each prompt.")
+    n: int | None = Field(1, ge=1, description="Answers to each prompt.")
     temperature: float | None = Field(None, ge=0, le=1e6, description="0 is greedy; 1 by default.")
     top_p: float | None = Field(None, gt=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="The same seed gives the same answer.")
