@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test cover lint types bench storms clean
+.PHONY: help venv demo test cover lint types bench storms soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -45,15 +45,19 @@ lint: $(READY)  ## ruff: faults and format
 types: $(READY)  ## mypy, strict
 	@$(BIN)/mypy
 
-bench: $(READY)  ## the engine, its kernels, the page table and its scheduler, waste of memory, the choices made
+bench: $(READY)  ## the engine, its kernels, the page table, waste of memory, the choices made, the server
 	@$(BIN)/python benchmarks/engine.py
 	@$(BIN)/python benchmarks/kernels.py
 	@$(BIN)/python benchmarks/page_table.py
 	@$(BIN)/python benchmarks/waste.py
 	@$(BIN)/python benchmarks/choices.py
+	@$(BIN)/python benchmarks/serving.py
 
 storms: $(READY)  ## 20,000 random storms of requests against a shadow of the KV memory
 	@STORMS=20000 $(BIN)/python -m pytest tests/engine/test_shadow_kv.py
+
+soak: $(READY)  ## ten minutes of load and chaos for the server: 1,000 streams, killed engines, garbage
+	@$(BIN)/python -m tests.serving.soak
 
 clean:  ## remove .venv and all caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist src/*.egg-info

@@ -81,7 +81,7 @@ def overhead(report: Report, rounds: int) -> None:
     from pagetable import LLM, SamplingParams
 
     rng = random.Random(5)
-    words = "the a cache block of prefix table page hit miss and to in is was river stone light house green".split()
+    words = ["the", "a", "cache", "block", "of", "prefix", "table", "page", "hit", "miss", "and", "to", "is", "river"]
     prompts = [" ".join(rng.choices(words, k=rng.randint(48, 80))) for _ in range(NUM_STREAMS)]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     rates: dict[str, list[float]] = {"LLM.generate": [], "pagetable serve, streams": []}
@@ -172,10 +172,14 @@ def serve_echo(model: str) -> None:
     from pagetable.serving.settings import ServerSettings
     from pagetable.text import load_tokenizer
 
+    running: set[Any] = set()
+
     class Echo(EngineClient):
         def submit(self, request_id: str, prompts: Any, params: SamplingParams, **_: Any) -> Stream:
             stream = Stream(request_id, len(prompts) * params.n)
-            asyncio.ensure_future(self._answer(stream, prompts, params))
+            task = asyncio.ensure_future(self._answer(stream, prompts, params))
+            running.add(task)
+            task.add_done_callback(running.discard)
             return stream
 
         async def _answer(self, stream: Stream, prompts: Any, params: SamplingParams) -> None:
@@ -192,17 +196,17 @@ def serve_echo(model: str) -> None:
         echo.ready = Ready("an echo", "cpu", "float32", 1, 16, 2048, 1024, tokenizer.vocab_size)
         app = build_app(Front(settings, tokenizer, echo, ServerMetrics("echo")))
         config = uvicorn.Config(app, port=0, http=BoundedHttp, ws="none", lifespan="off", log_level="warning")
-        running = uvicorn.Server(config)
-        serving = asyncio.ensure_future(running.serve())
-        while not running.started:
+        http = uvicorn.Server(config)
+        serving = asyncio.ensure_future(http.serve())
+        while not http.started:
             await asyncio.sleep(0.01)
-        port = running.servers[0].sockets[0].getsockname()[1]
+        port = http.servers[0].sockets[0].getsockname()[1]
         print(f"Ready: http://127.0.0.1:{port} ", file=sys.stderr, flush=True)
         await serving
 
     settings = ServerSettings(model=model, log_requests=True)
     tokenizer = load_tokenizer(open_checkpoint(Path(model)))
-    asyncio.run(run(), loop_factory=None) if sys.version_info >= (3, 12) else asyncio.run(run())
+    asyncio.run(run())
 
 
 def main() -> None:

@@ -152,6 +152,7 @@ def test_a_key_on_a_public_address_or_a_warning(tiny_model: Path):
         ({"prompt": "x", "stop": [""]}, "stop"),
         ({"prompt": "x", "stop": ["a"] * 17}, "stop"),
         ({"prompt": "x", "min_tokens": 20}, "min_tokens"),
+        ({"prompt": "x", "priority": 1}, "priority"),
         ({"prompt": "x", "n": 0}, "n"),
         ({"prompt": "x", "n": 2.5}, "n"),
         ({"prompt": ["x"] * 3000}, "prompt"),

@@ -76,12 +76,16 @@ def test_half_of_a_surrogate_pair_is_no_text(http: httpx.Client, field: str):
     assert refused(http, "/v1/completions", {"prompt": "x", field: "\ud800"})["param"] == field
 
 
-@pytest.mark.parametrize(
-    "name", ["self", "function", "template", "messages", "tools", "chat_template", "add_generation_prompt"]
-)
+@pytest.mark.parametrize("name", ["messages", "tools", "chat_template", "add_generation_prompt"])
 def test_what_a_chat_template_may_not_be_given(http: httpx.Client, name: str):
     error = refused(http, "/v1/chat/completions", CHAT | {"chat_template_kwargs": {name: 1}})
     assert error["message"] == f"chat_template_kwargs may not set {name}"
+
+
+@pytest.mark.parametrize("name", ["self", "function", "template", "kwargs", "loop", "__class__", ""])
+def test_any_other_variable_of_a_chat_template_may_have_any_name(http: httpx.Client, name: str):
+    body = CHAT | {"chat_template_kwargs": {name: 1}}
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def test_a_subscriber_follows_a_server(tiny_model: Path):
         running_server(tiny_model, *arguments) as server,
         server.client() as http,
     ):
-        tokens = list(range(5, 5 + 16 * 3)) + [9]
+        tokens = [*range(5, 5 + 16 * 3), 9]
         for _ in range(2):
             http.post("/v1/completions", json={"prompt": tokens, "max_tokens": 1}).raise_for_status()
         client.take_snapshot()

@@ -156,3 +156,17 @@ def test_what_keeps_a_server_from_starting_is_one_line(tiny_model: Path, tmp_pat
     assert "Traceback" not in run.stderr
     run = run_serve(str(tmp_path / "nothing"), "--port", "0")
     assert (run.returncode, "Traceback" in run.stderr) == (1, False)
+
+
+def test_a_client_that_reads_nothing_is_dropped(tiny_model: Path):
+    with running_server(tiny_model, "--stream-timeout", "1", "--kv-cache-memory", "8MiB") as server:
+        address = httpx.URL(server.url)
+        body = json.dumps({**LONG, "model": None, "stream": True, "n": 8, "logprobs": 20}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((address.host, address.port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(head.encode() + body)
+            while server.metric("vllm:request_success_total", finished_reason="abort") == 0:
+                time.sleep(0.1)  # the test's own time limit ends this
+            server.wait_until_idle()

@@ -157,7 +157,7 @@ def test_fields_without_a_meaning_are_accepted(client: openai.OpenAI, path: str)
 
 
 def test_vllm_extras(client: openai.OpenAI, tiny_llm: LLM):
-    extras = {"ignore_eos": True, "min_tokens": 4, "top_k": 5, "min_p": 0.01, "priority": 1, "cache_salt": "me"}
+    extras = {"ignore_eos": True, "min_tokens": 4, "top_k": 5, "min_p": 0.01, "priority": 0, "cache_salt": "me"}
     answer = client.completions.create(model="tiny", prompt="x", max_tokens=5, extra_body=extras)
     assert answer.usage.completion_tokens == 5
     chat = {"add_generation_prompt": False, "chat_template_kwargs": {"unused": 1}}
@@ -180,7 +180,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="top_p") as caught:
         client.completions.create(model="tiny", prompt="x", top_p=5)
     assert caught.value.param == "top_p"
-    with pytest.raises(openai.BadRequestError, match=r"3000 tokens, with max_model_len=2048") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"is 2048 tokens: the prompt has 3000") as caught:
         client.completions.create(model="tiny", prompt=[5] * 3000)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Security
 from fastapi.exceptions import RequestValidationError
+from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -53,6 +54,8 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 def build_app(front: Front) -> FastAPI:
     """The application over a started engine."""
     docs = not front.settings.disable_fastapi_docs
+    access = Access(front.settings)
+    bearer = [Security(HTTPBearer(auto_error=False))] if access.needs_key else []
     app = FastAPI(
         title="pagetable",
         version=__version__,
@@ -60,8 +63,8 @@ def build_app(front: Front) -> FastAPI:
         openapi_url="/openapi.json" if docs else None,
         root_path=front.settings.root_path,
         responses=_ERRORS,
+        dependencies=bearer,
     )
-    access = Access(front.settings)
     _add_generation(app, front, access)
     _add_text(app, front)
     _add_models(app, front)
@@ -69,7 +72,7 @@ def build_app(front: Front) -> FastAPI:
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ApiError, _api_error)
-    app.add_middleware(Gate, front=front, access=access)
+    app.add_middleware(Gate, front=front, access=access)  # it asks for keys; what FastAPI knows of them is for the docs
     if front.settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -127,13 +130,10 @@ async def _tokens(front: Front, body: TokenizeRequest) -> Tokens:
     else:
         add = body.add_special_tokens is not False
         tokens = await front.encode(body.prompt or "", param="prompt", add_special_tokens=add)
-    texts = await front.in_thread(lambda: [front.tokenizer.token_text(token) for token in tokens])
-    return {
-        "count": len(tokens),
-        "max_model_len": front.ready.max_model_len,
-        "tokens": tokens,
-        "token_strs": texts if body.return_token_strs else None,
-    }
+    texts = None
+    if body.return_token_strs:
+        texts = await front.in_thread(lambda: [front.tokenizer.token_text(token) for token in tokens])
+    return {"count": len(tokens), "max_model_len": front.ready.max_model_len, "tokens": tokens, "token_strs": texts}
 
 
 def _add_models(app: FastAPI, front: Front) -> None:

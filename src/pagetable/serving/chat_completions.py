@@ -19,8 +19,7 @@ from pagetable.serving.sampling import chat_params
 from pagetable.serving.schema import ChatChoice, ChatCompletion, ChatCompletionRequest, ChatLogprobs, Message
 
 ENDPOINT = "/v1/chat/completions"
-# A body's variables replace none of these: what a template gets from us, and parameters on the way to it.
-_OURS = {"messages", "tools", "add_generation_prompt", "chat_template", "self", "function", "template"}
+_OURS = {"messages", "tools", "add_generation_prompt", "chat_template"}  # a body's variables do not replace these
 
 
 class ChatAnswer:
@@ -95,7 +94,7 @@ class ChatAnswer:
         )
         record = RequestRecord(self._id, ENDPOINT, model, len(tokens), params.n, params.max_tokens, bool(body.stream))
         record.trace_headers = self._trace_headers
-        return Job(record, [tokens], params, self._cache_salt, body.priority, [text])
+        return Job(record, [tokens], params, self._cache_salt, body.priority, [text], param="messages")
 
     # ---------------------------------------------------------------- out
 

@@ -139,8 +139,9 @@ class CompletionAnswer:
     ) -> CompletionLogprobs | None:
         if job.params.logprobs is None or not choices:
             return None
-        first = job.prompts[delta.index // job.params.n][0]
-        return completion_logprobs(choices, job.params.logprobs, offset, self._front.tokenizer.token_text(first))
+        tokenizer, first = self._front.tokenizer, job.prompts[delta.index // job.params.n][0]
+        text = tokenizer.token_text(first) if choices[0] is None and first in tokenizer else ""
+        return completion_logprobs(choices, job.params.logprobs, offset, text)
 
     def _empty_choice(self, index: int) -> CompletionChoice:
         none: CompletionLogprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}

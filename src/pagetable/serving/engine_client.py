@@ -149,7 +149,6 @@ class EngineClient:
         self._last_sign = time.monotonic()
         self._tasks: list[asyncio.Task[None]] = []
         self.ready: Ready | None = None  # None while there is no engine to talk to
-        self.latest: Report | None = None
 
     # ---------------------------------------------------------------- life
 
@@ -172,7 +171,9 @@ class EngineClient:
         self.fail_all(EngineDeadError("the server is shutting down"))
         process = self._process
         if process is not None and process.returncode is None:
-            if self._inbox is not None:
+            if self.ready is None:  # still loading: it would not listen
+                process.kill()
+            else:
                 with suppress(EngineDeadError):
                     self._send(Shutdown())
             try:
@@ -241,10 +242,10 @@ class EngineClient:
             while self.ready is None:
                 await asyncio.sleep(back_off)
                 back_off = min(2 * back_off, MAX_BACK_OFF)
-                outbox = await self._spawn()
                 try:
+                    outbox = await self._spawn()
                     await self._wait_until_ready(outbox)
-                except EngineStartError as error:
+                except (EngineStartError, OSError) as error:
                     logger.error("the engine could not be restarted, next try in %.1f s: %s", back_off, error)
                     self._close_inbox()
                     outbox.close(linger=0)
@@ -360,7 +361,6 @@ class EngineClient:
         self._last_sign = time.monotonic()
         match message:
             case Report():
-                self.latest = message
                 for delta in message.deltas:
                     self._deliver(delta)
                 for refused in message.refused:

@@ -54,8 +54,7 @@ def as_api_error(error: Exception) -> ApiError:
         case ApiError():
             return error
         case RequestError():
-            code = "context_length_exceeded" if "max_model_len" in str(error) else None
-            return ApiError(400, str(error), param=error.param, code=code)
+            return ApiError(400, str(error), param=error.param)
         case ChatTemplateError():
             return ApiError(400, str(error), param="messages")
         case QueueFullError():

@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.datastructures import Headers
@@ -45,7 +45,7 @@ class Job:
     cache_salt: str | None
     priority: int
     texts: Sequence[str] | None = None  # of the prompts; for the log, if it may show them
-    num_output_tokens: list[int] = field(default_factory=list)  # by answer
+    param: str = "prompt"  # the field that the prompts come from
 
     def usage(self) -> Usage:
         """Tokens of the whole request so far."""
@@ -111,7 +111,7 @@ class Front:
 
     # ---------------------------------------------------------------- text
 
-    async def in_thread(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+    async def in_thread(self, function: Callable[..., Result], /, *args: Any, **kwargs: Any) -> Result:
         """Run something that takes long beside the event loop."""
         call = functools.partial(function, *args, **kwargs)
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -123,7 +123,7 @@ class Front:
         except (TypeError, ValueError) as error:
             raise ApiError(400, str(error), param=param) from error
 
-    async def render(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
+    async def render(self, messages: Sequence[Mapping[str, Any]], /, **options: Any) -> str:
         """A conversation as the text that the model was trained on. ChatTemplateError if it cannot be."""
         return await self.in_thread(render_chat, self.tokenizer, messages, chat_template=self._chat_template, **options)
 
@@ -135,6 +135,7 @@ class Front:
         last_told: dict[int, float] = {}
         stream = None
         try:
+            self._check_length(job)
             stream = self.engine.submit(
                 record.request_id, job.prompts, job.params, cache_salt=job.cache_salt, priority=job.priority
             )
@@ -143,7 +144,7 @@ class Front:
                 yield deltas
         except RequestError as error:
             self._fail(record, str(error))
-            error.param = error.param or ("messages" if record.endpoint.endswith("/chat/completions") else "prompt")
+            error.param = error.param or job.param
             raise
         except (asyncio.CancelledError, GeneratorExit):
             if stream is not None and not stream.is_finished:
@@ -161,6 +162,21 @@ class Front:
                 log_request(record, job.texts if self.settings.log_prompts else None)
             if self.tracer is not None:
                 self.tracer.record(record, job.params)
+
+    def _check_length(self, job: Job) -> None:
+        """ApiError, with the numbers, for a prompt that can never be answered."""
+        ready, longest = self.ready, max(map(len, job.prompts))
+        cache_tokens = ready.num_blocks * ready.block_size
+        if longest >= ready.max_model_len or longest > cache_tokens:
+            # Clients such as LiteLLM and LangChain know by the first words, not by the code, what is the matter.
+            raise ApiError(
+                400,
+                f"the prompt is too long, this model's maximum context length is {ready.max_model_len} tokens: the "
+                f"prompt has {longest} tokens, it must have fewer, so that one can be generated, and fit into the KV "
+                f"cache, which holds {cache_tokens}",
+                param=job.param,
+                code="context_length_exceeded",
+            )
 
     def _note(self, record: RequestRecord, deltas: list[Delta], last_told: dict[int, float]) -> None:
         """Write down what has come, and when. Raises for an answer that the engine could not finish."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagetable.engine import RequestError, SamplingParams
+from pagetable.engine import SamplingParams
 from pagetable.serving.errors import ApiError
 from pagetable.serving.schema import ChatCompletionRequest, CompletionRequest
 from pagetable.serving.settings import ServerSettings
@@ -39,7 +39,7 @@ def completion_params(body: CompletionRequest, settings: ServerSettings, num_pro
         raise ApiError(400, "suffix is not supported; leave it out", param="suffix")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens=0: it must be at least 1, unless echo is true", param="max_tokens")
-    return _sampling_params(
+    return SamplingParams(
         **_common(body),
         max_tokens=body.max_tokens or (1 if body.max_tokens == 0 else None),
         logprobs=body.logprobs,
@@ -54,20 +54,11 @@ def chat_params(body: ChatCompletionRequest, settings: ServerSettings) -> Sampli
         raise ApiError(400, "tools are not supported; leave them out", param="tools")
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
-    return _sampling_params(
+    return SamplingParams(
         **_common(body),
         max_tokens=body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-
-
-def _sampling_params(**values: Any) -> SamplingParams:
-    try:
-        return SamplingParams(**values)
-    except RequestError as error:
-        name, is_named, _ = str(error).partition("=")  # "n=0: it must be ..."
-        error.param = error.param or (name if is_named and name in values else None)
-        raise
 
 
 def _common(body: CompletionRequest | ChatCompletionRequest) -> dict[str, Any]:
@@ -85,6 +76,12 @@ def _check_limits(body: CompletionRequest | ChatCompletionRequest, settings: Ser
             f"{num_prompts} prompts with n={n} ask for {num_prompts * n} answers; "
             f"this server allows {settings.max_queued_requests} a request",
             param="prompt",
+        )
+    if body.priority and settings.scheduling_policy != "priority":
+        raise ApiError(
+            400,
+            f"priority={body.priority}: this server answers in the order of arrival (--scheduling-policy fcfs)",
+            param="priority",
         )
     num_stops = len(body.stop) if isinstance(body.stop, list) else 0
     if num_stops > settings.max_stop:

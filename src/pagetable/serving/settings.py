@@ -153,7 +153,7 @@ class ServerSettings:
     log_level: str = _log("info", "The least that is logged.", choices=LOG_LEVELS)
     log_format: str = _log("text", "For people or for machines.", choices=("text", "json"))
     log_requests: bool = _log(True, "One line a request.")
-    log_prompts: bool = _log(False, "Prompts and answers in the log, too.")
+    log_prompts: bool = _log(False, "Prompts in the log, too.")
     kv_events_config: str | None = _log(None, "Where to publish events of the KV cache, as JSON.", shown="nowhere")
     otlp_traces_endpoint: str | None = _log(None, "Where to send OpenTelemetry traces.", shown="nowhere")
 

@@ -37,6 +37,7 @@ class ChatTemplateError(ValueError):
 def render_chat(
     template: Tokenizer | str,
     messages: Sequence[Mapping[str, Any]],
+    /,
     *,
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
