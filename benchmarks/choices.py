@@ -13,6 +13,9 @@ import hashlib
 import random
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from time import perf_counter, sleep
 
 import numpy as np
 import torch
@@ -216,11 +219,37 @@ def products() -> Table:
     return table
 
 
+def tokenizing(num_words: int = 200_000) -> Table:
+    """Decision 9: how long an event loop stands still while another thread tokenizes a text of a megabyte."""
+    backend = load_tokenizer(open_checkpoint(resolve_model("smollm2")))._backend
+    rng = random.Random(1)
+    text = " ".join(str(rng.randrange(100_000)) for _ in range(num_words))
+    table = Table(f"A text of {len(text):,} characters in a thread: ms", ["", "tokenizing", "others stand still"])
+    for name, act in (
+        ("encode", backend.encode),
+        ("encode_batch_fast", lambda text: backend.encode_batch_fast([text])),
+    ):
+        times, stalls = zip(*(beside(lambda act=act: act(text)) for _ in range(RUNS)), strict=True)
+        table.rows.append([name, Spread.of(times), Spread.of(stalls)])
+    return table
+
+
+def beside(act: Callable[[], object]) -> tuple[float, float]:
+    """Milliseconds of `act` in a thread, and the longest time for which this one, napping 1 ms at a time, stood still."""
+    with ThreadPoolExecutor(1) as pool:
+        ticks = [perf_counter()]
+        done = pool.submit(act)
+        while not done.done():
+            sleep(0.001)
+            ticks.append(perf_counter())
+    return (ticks[-1] - ticks[0]) * 1e3, max(b - a for a, b in pairwise(ticks)) * 1e3
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     report = Report(parser.parse_args().json, ["torch", "gguf", "xxhash", "numpy"])
-    for measure in (hashes, orders, opening, draws, products, collections, neighbours):
+    for measure in (hashes, orders, opening, draws, products, collections, tokenizing, neighbours):
         report.add(measure())
     report.close()
 
