@@ -235,7 +235,7 @@ def tokenizing(num_words: int = 200_000) -> Table:
 
 
 def beside(act: Callable[[], object]) -> tuple[float, float]:
-    """Milliseconds of `act` in a thread, and the longest time for which this one, napping 1 ms at a time, stood still."""
+    """Milliseconds of `act` in a thread, and the longest for which this one, napping 1 ms at a time, stood still."""
     with ThreadPoolExecutor(1) as pool:
         ticks = [perf_counter()]
         done = pool.submit(act)

@@ -44,9 +44,7 @@ class LLMEngine:
         """Whether any request waits or runs."""
         return self.engine.scheduler.has_unfinished
 
-    def make_request(
-        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, request_id: str | None = None
-    ) -> Request:
+    def make_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Request:
         """A request that is not queued yet. RequestError for a prompt that is none."""
         text, token_ids, cache_salt = tokens_of(prompt, self.tokenizer)
         base = self._random.getrandbits(63) if params.seed is None else params.seed
@@ -64,7 +62,7 @@ class LLMEngine:
         largest = int(sequences[0].token_ids.view(0, len(sequences[0])).max(initial=0))
         if largest >= self._vocab_size:
             raise RequestError(f"token id {largest} is not in the vocabulary: 0 to {self._vocab_size - 1} are")
-        return Request(request_id or str(next(self._request_ids)), text, sequences, self.tokenizer)
+        return Request(str(next(self._request_ids)), text, sequences, self.tokenizer)
 
     def add_request(self, request: Request) -> None:
         """Queue all sequences of a request. RequestError for what can never be served; then none is queued."""

@@ -17,7 +17,7 @@ from aiohttp import web
 
 from pagetable.serving import load
 from pagetable.serving.bench_command import bench
-from pagetable.serving.load_report import ReportOptions, RequestFailure, RequestRecord, Run, summarise, table
+from pagetable.serving.load_report import Measurement, ReportOptions, RequestFailure, Run, summarise, table
 
 WORDS = [" The", " çat", " 猫", " sat", " on", " a", " mat", "."]
 
@@ -233,7 +233,7 @@ def test_the_table_has_the_figures_and_json_has_nothing_else(server, tmp_path):
 
 
 def test_each_latency_is_what_its_name_says():
-    record = RequestRecord(scheduled=0.5, ready=0.75, sent=1.0)
+    record = Measurement(scheduled=0.5, ready=0.75, sent=1.0)
     chunks = [(2.0, {"text": "a"}), (3.0, {"text": "b"}), (3.0, {"text": "c"}), (5.0, {"finish_reason": "length"})]
     for now, choice in chunks:
         record.take(json.dumps({"choices": [choice]}).encode(), now)
@@ -248,13 +248,13 @@ def test_each_latency_is_what_its_name_says():
 
 
 def test_the_cached_tokens_of_llama_server_are_found():
-    record = RequestRecord(0, 0)
+    record = Measurement(0, 0)
     record.take(b'{"choices": [], "usage": {"prompt_tokens": 7}, "timings": {"cache_n": 6}}', 1.0)
     assert record.cached_tokens == 6
 
 
 def test_nothing_completed_leaves_no_figures():
-    failed = RequestRecord(0, 0, ended=1, failure=RequestFailure("HTTP 500", "no"))
+    failed = Measurement(0, 0, ended=1, failure=RequestFailure("HTTP 500", "no"))
     found = summarise(Run([failed]), ReportOptions())
     assert (found["median_ttft_ms"], found["failed_by_kind"]) == (None, {"HTTP 500": 1})
     assert "1 failed, HTTP 500: no" in table(found)
@@ -318,7 +318,7 @@ STREAM = b': hi\n\nevent: x\ndata: {"a": "\xc3\xa9"}\r\n\r\ndata:one\ndata: two\
 
 def test_events_are_found_wherever_the_bytes_are_cut():
     for size in range(1, len(STREAM) + 1):
-        events = load.EventStream()
+        events = load.EventParser()
         found = [data for i in range(0, len(STREAM), size) for data in events.feed(STREAM[i : i + size])]
         assert found == [b'{"a": "\xc3\xa9"}', b"one\ntwo", b"[DONE]"], size
 

@@ -45,7 +45,7 @@ VLLM_DASHBOARD = """
 def report(deltas: int = 0, step: StepStats | None = None, num_blocks: int = 100, **counters: int) -> Report:
     blocks = {"blocks_in_use": 25, "blocks_cached_idle": 15, "blocks_empty": num_blocks - 40, "wasted_slots": 7}
     cache = CacheStats(num_blocks=num_blocks, block_size=16, **blocks, **counters)
-    return Report(EngineStats(3, 4, cache), [Delta("r", 0, "ab", [1, 2])] * deltas, step=step)
+    return Report(EngineStats(3, 4, cache), [Delta("r", 0, "ab", [1, 2])] * deltas, step=step, step_seconds=0.025)
 
 
 def finished(**changes: object) -> RequestRecord:
@@ -82,7 +82,7 @@ def exercised() -> ServerMetrics:
     """Metrics in which everything has happened once."""
     metrics = ServerMetrics(MODEL)
     metrics.set_engine_up(True)
-    metrics.observe_report(report(1, StepStats(2, 30, 1, 0.001, 0.02, 0.002, 0.025), query_tokens=9))
+    metrics.observe_report(report(1, StepStats(2, 30, 1, 0.001, 0.02, 0.002), query_tokens=9))
     metrics.observe_first_token(0.1)
     metrics.observe_inter_token(0.02, 1)
     metrics.observe_request(finished())
@@ -207,7 +207,7 @@ def test_a_restart_that_was_not_announced_raises_nothing_and_loses_nothing():
 
 def test_a_step_is_seen_with_its_parts():
     metrics = ServerMetrics(MODEL)
-    metrics.observe_report(report(step=StepStats(5, 30, 4, 0.001, 0.02, 0.002, 0.025)))
+    metrics.observe_report(report(step=StepStats(5, 30, 4, 0.001, 0.02, 0.002)))
     found = samples(metrics)
     assert found["vllm:iteration_tokens_total_sum"] == {"": 34}
     assert found["pagetable:step_prefill_tokens_sum"] == {"": 30}
@@ -252,7 +252,7 @@ def test_a_request_leaves_its_sizes_and_times():
 
 def test_answers_that_are_computed_side_by_side_share_the_time():
     metrics = ServerMetrics(MODEL)
-    metrics.observe_request(finished(n=2, num_output_tokens=10))
+    metrics.observe_request(finished(n=2, num_answers=2, num_output_tokens=10))
     assert value(metrics, "vllm:request_time_per_output_token_seconds_sum") == 1
 
 

@@ -1,6 +1,6 @@
 """What runs when: sequences, the scheduler, the step loop. No model, no torch."""
 
-from pagetable.engine.engine import Engine, Runner
+from pagetable.engine.engine import Engine, Runner, StepStats
 from pagetable.engine.errors import RequestError
 from pagetable.engine.sampling_params import SamplingParams
 from pagetable.engine.scheduler import SCHEDULING_POLICIES, Scheduler
@@ -20,6 +20,7 @@ __all__ = [
     "Sequence",
     "Step",
     "StepOutput",
+    "StepStats",
     "TokenIds",
     "TokenLogprobs",
 ]

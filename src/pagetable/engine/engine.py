@@ -43,7 +43,7 @@ class Engine:
         self.scheduler = scheduler
         self.runner = runner
         self.last_error: Exception | None = None  # what the latest failed step raised
-        self.step_stats = StepStats()  # of the latest step that was committed
+        self.step_stats: StepStats | None = None  # of the latest step; None when there was none, or it failed
 
     def step(self) -> tuple[Step | None, list[Sequence]]:
         """Run one step. Returns it (None: nothing to do, or it failed) and the sequences that finished.
@@ -51,7 +51,7 @@ class Engine:
         An exception of the runner, or an output that does not fit, ends the step, not the engine. What is not an error
         of the runner, such as Ctrl-C, passes through with the step rolled back.
         """
-        began = time.perf_counter()
+        began, self.step_stats = time.perf_counter(), None
         step = self.scheduler.schedule()
         if step is None:
             return None, []

@@ -18,6 +18,7 @@ from pagetable.serving.completions import CompletionAnswer
 from pagetable.serving.errors import ApiError, from_validation, json_response
 from pagetable.serving.front import Front
 from pagetable.serving.gate import Gate
+from pagetable.serving.generation import Generation
 from pagetable.serving.metrics import CONTENT_TYPE
 from pagetable.serving.responses import EventStream, WholeAnswer
 from pagetable.serving.schema import (
@@ -71,7 +72,6 @@ def build_app(front: Front) -> FastAPI:
     _add_operations(app, front, access)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ApiError, _api_error)
     app.add_middleware(Gate, front=front, access=access)  # it asks for keys; what FastAPI knows of them is for the docs
     if front.settings.allowed_origins:
         app.add_middleware(
@@ -84,7 +84,7 @@ def build_app(front: Front) -> FastAPI:
 
 
 def _add_generation(app: FastAPI, front: Front, access: Access) -> None:
-    def answer(work: Any, stream: bool | None) -> Response:
+    def answer(work: Generation[Any], stream: bool | None) -> Response:
         if stream:
             return EventStream(work.chunks(), front.refuse, front.settings.stream_timeout)
         return WholeAnswer(work.whole(), front.refuse)
@@ -201,8 +201,3 @@ async def _http_error(request: Request, error: Exception) -> Response:
     response = ApiError(error.status_code, message).response()
     response.headers.update(error.headers or {})
     return response
-
-
-async def _api_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return error.response()

@@ -16,7 +16,7 @@ import click
 
 if TYPE_CHECKING:  # the command line starts without aiohttp
     from pagetable.serving.load import Data, Target
-    from pagetable.serving.load_report import RequestRecord, Run
+    from pagetable.serving.load_report import Measurement, Run
 
 _ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
 _INPUT_LEN = {"random": 1024, "multi-turn": 128}
@@ -290,12 +290,12 @@ def _base_url(options: dict[str, Any]) -> str:
     )  # clients of OpenAI's API are given it with /v1, the endpoint has it here
 
 
-def _progress(total: int | None) -> Callable[[RequestRecord], None]:
+def _progress(total: int | None) -> Callable[[Measurement], None]:
     """Counts finished requests on a terminal, ten times a second at most."""
     done = failed = tokens = 0
     began = shown = time.perf_counter()
 
-    def count(record: RequestRecord) -> None:
+    def count(record: Measurement) -> None:
         nonlocal done, failed, tokens, shown
         done, failed, tokens = done + 1, failed + bool(record.failure), tokens + record.completion_tokens
         now = time.perf_counter()

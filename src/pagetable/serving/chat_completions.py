@@ -2,121 +2,52 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import Sequence
 from typing import Any
-from uuid import uuid4
 
-from pagetable.serving.completions import finish_reason
+from pagetable.engine import SamplingParams
 from pagetable.serving.errors import ApiError
 from pagetable.serving.front import Front, Job
+from pagetable.serving.generation import Choice, Generation, finish_reason
 from pagetable.serving.logprobs import chat_logprobs
 from pagetable.serving.messages import Delta
-from pagetable.serving.record import RequestRecord
-from pagetable.serving.responses import event
 from pagetable.serving.sampling import chat_params
-from pagetable.serving.schema import ChatChoice, ChatCompletion, ChatCompletionRequest, ChatLogprobs, Message
+from pagetable.serving.schema import ChatCompletionRequest, ConversationMessage
 
-ENDPOINT = "/v1/chat/completions"
 _OURS = {"messages", "tools", "add_generation_prompt", "chat_template"}  # a body's variables do not replace these
 
 
-class ChatAnswer:
+class ChatAnswer(Generation[ChatCompletionRequest]):
     """One chat request, from its body to what goes back."""
 
-    def __init__(
-        self,
-        front: Front,
-        body: ChatCompletionRequest,
-        cache_salt: str | None,
-        trace_headers: dict[str, str] | None = None,
-    ) -> None:
-        self._front = front
-        self._body = body
-        self._cache_salt = cache_salt
-        self._trace_headers = trace_headers
-        self._id = f"chatcmpl-{uuid4().hex}"
-        self._created = int(time.time())
+    ENDPOINT = "/v1/chat/completions"
+    ID_PREFIX = "chatcmpl"
+    OBJECT = "chat.completion"
+    CHUNK_OBJECT = "chat.completion.chunk"
+    PARAM = "messages"
 
-    async def whole(self) -> ChatCompletion:
-        """All at once."""
-        job = await self._job()
-        choices = [self._empty_choice(index) for index in range(job.params.n)]
-        async with aclosing(self._front.answer(job)) as news:
-            async for deltas in news:
-                for delta in deltas:
-                    self._add(choices[delta.index], delta)
-        return {
-            "id": self._id,
-            "object": "chat.completion",
-            "created": self._created,
-            "model": job.record.model,
-            "choices": choices,
-            "usage": job.usage(),
-        }
-
-    async def chunks(self) -> AsyncGenerator[bytes, None]:
-        """As server-sent events. The first of each answer names the role."""
-        job = await self._job()
-        options = self._body.stream_options
-        asked, continuous = options is not None and options.include_usage, options and options.continuous_usage_stats
-        envelope: dict[str, Any] = {
-            "id": self._id,
-            "object": "chat.completion.chunk",
-            "created": self._created,
-            "model": job.record.model,
-            **({"usage": None} if asked else {}),
-        }
-        begun: set[int] = set()
-        async with aclosing(self._front.answer(job)) as news:
-            async for deltas in news:
-                for delta in deltas:
-                    if delta.index not in begun:
-                        begun.add(delta.index)
-                        yield event({**envelope, "choices": [_first_chunk(delta.index)]})
-                    if not (delta.text or delta.logprobs or delta.finish_reason):
-                        continue
-                    if continuous:
-                        envelope["usage"] = job.usage()
-                    yield event({**envelope, "choices": [self._chunk(delta)]})
-        if asked:
-            yield event({**envelope, "choices": [], "usage": job.usage()})
-
-    # ---------------------------------------------------------------- in
-
-    async def _job(self) -> Job:
+    async def _read(self) -> tuple[list[list[int]], SamplingParams, Sequence[Any]]:
         front, body = self._front, self._body
-        model = front.served_model(body.model)
+        self._begun: set[int] = set()  # answers that have named their role
         params = chat_params(body, front.settings)
         text, tokens = await conversation_tokens(
             front, body.messages, body.add_generation_prompt, body.chat_template_kwargs
         )
-        record = RequestRecord(self._id, ENDPOINT, model, len(tokens), params.n, params.max_tokens, bool(body.stream))
-        record.trace_headers = self._trace_headers
-        return Job(record, [tokens], params, self._cache_salt, body.priority, [text], param="messages")
+        return [tokens], params, [text]
 
-    # ---------------------------------------------------------------- out
+    def _parts(self, job: Job, deltas: Sequence[Delta]) -> list[Choice]:
+        parts = []
+        for delta in deltas:
+            if delta.index not in self._begun:
+                self._begun.add(delta.index)
+                parts.append(_part(delta.index, {"role": "assistant", "content": ""}))
+            if delta.text or delta.logprobs or delta.finish_reason:
+                logprobs = delta.logprobs and {"content": chat_logprobs(delta.logprobs, self._body.top_logprobs or 0)}
+                reason = finish_reason(delta)
+                parts.append(_part(delta.index, {"content": delta.text}, logprobs, reason, delta.stop_reason))
+        return parts
 
-    def _add(self, choice: ChatChoice, delta: Delta) -> None:
-        choice["message"]["content"] += delta.text
-        choice["finish_reason"], choice["stop_reason"] = finish_reason(delta), delta.stop_reason
-        if choice["logprobs"] is not None:
-            choice["logprobs"]["content"] += chat_logprobs(delta.logprobs or [], self._body.top_logprobs or 0)
-
-    def _chunk(self, delta: Delta) -> dict[str, Any]:
-        logprobs: ChatLogprobs | None = None
-        if delta.logprobs:
-            logprobs = {"content": chat_logprobs(delta.logprobs, self._body.top_logprobs or 0)}
-        return {
-            "index": delta.index,
-            "delta": {"content": delta.text},
-            "logprobs": logprobs,
-            "finish_reason": finish_reason(delta),
-            "stop_reason": delta.stop_reason,
-        }
-
-    def _empty_choice(self, index: int) -> ChatChoice:
+    def _empty_choice(self, index: int) -> Choice:
         return {
             "index": index,
             "message": {"role": "assistant", "content": "", "refusal": None},
@@ -125,13 +56,31 @@ class ChatAnswer:
             "stop_reason": None,
         }
 
+    def _add(self, choice: Choice, part: Choice) -> None:
+        choice["message"]["content"] += part["delta"]["content"]
+        choice["finish_reason"], choice["stop_reason"] = part["finish_reason"], part["stop_reason"]
+        if part["logprobs"]:
+            choice["logprobs"]["content"] += part["logprobs"]["content"]
 
-def _first_chunk(index: int) -> dict[str, Any]:
-    return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+
+def _part(
+    index: int,
+    delta: dict[str, str],
+    logprobs: Any = None,
+    reason: str | None = None,
+    stop_reason: int | str | None = None,
+) -> Choice:
+    return {
+        "index": index,
+        "delta": delta,
+        "logprobs": logprobs or None,
+        "finish_reason": reason,
+        "stop_reason": stop_reason,
+    }
 
 
 async def conversation_tokens(
-    front: Front, messages: list[Message], add_generation_prompt: bool, variables: dict[str, Any] | None
+    front: Front, messages: list[ConversationMessage], add_generation_prompt: bool, variables: dict[str, Any] | None
 ) -> tuple[str, list[int]]:
     """A conversation as the model's chat template writes it, and its tokens."""
     taken = _OURS & (variables or {}).keys()

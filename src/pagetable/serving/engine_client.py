@@ -11,10 +11,9 @@ import logging
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
-from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -27,6 +26,7 @@ from pagetable.serving.messages import (
     Abort,
     Delta,
     Done,
+    EngineConfig,
     Failed,
     Message,
     Ready,
@@ -100,7 +100,7 @@ class Stream:
         """Whether all of its answers have ended, or it has failed. The reader may be behind."""
         return self._unfinished == 0 or self._error is not None
 
-    async def __aiter__(self) -> AsyncIterator[list[Delta]]:
+    async def deltas(self) -> AsyncGenerator[list[Delta], None]:
         """All that has come since the last time, until every answer has ended. Raises what `fail` was given."""
         while True:
             await self._news.wait()
@@ -108,7 +108,7 @@ class Stream:
             deltas, self._deltas = self._deltas, []
             if deltas:
                 yield deltas
-            if self._error is not None:
+            if self._error is not None and not self._deltas:
                 raise self._error
             if self._unfinished == 0 and not self._deltas:
                 return
@@ -117,21 +117,19 @@ class Stream:
 class EngineClient:
     """An engine process and the streams that it answers. All methods belong to one event loop.
 
-    `arguments` are those of `LLM`; `config` what else goes into `EngineConfig`. `max_queued_requests` bounds the
-    answers that wait for one of the `max_num_seqs` places. `timeout` is for how many seconds an engine with work may
-    show no sign of life before it is taken for hung, and killed.
+    `max_queued_requests` bounds the answers that wait for one of the `max_num_seqs` places. `timeout` is for how many
+    seconds an engine with work may show no sign of life before it is taken for hung, and killed.
     """
 
     def __init__(
         self,
-        arguments: dict[str, Any],
+        config: EngineConfig,
         *,
-        config: dict[str, Any] | None = None,
         max_queued_requests: int = 2048,
         timeout: float = 120.0,
         observer: Observer | None = None,
     ) -> None:
-        self._config = {"arguments": arguments, **(config or {})}
+        self._config = config
         self._max_queued_requests = max_queued_requests
         self._timeout = timeout
         self._observer = observer
@@ -172,14 +170,14 @@ class EngineClient:
         process = self._process
         if process is not None and process.returncode is None:
             if self.ready is None:  # still loading: it would not listen
-                process.kill()
+                _kill(process)
             else:
                 with suppress(EngineDeadError):
                     self._send(Shutdown())
             try:
                 await asyncio.wait_for(process.wait(), SHUTDOWN_SECONDS)
             except TimeoutError:
-                process.kill()
+                _kill(process)
                 await process.wait()
         self.ready = None
         self._close_inbox()  # a plain socket, which the context of the others does not know
@@ -188,23 +186,29 @@ class EngineClient:
 
     async def _spawn(self) -> zmq.asyncio.Socket:
         """Start a process with sockets of its own; returns the one on which it reports."""
-        generation = next(self._generation)
-        inbox = zmq.Context(self._context).socket(zmq.PUSH)  # the same context, a plain socket: sending never waits
+        place = f"ipc://{self._folder.name}/{next(self._generation)}"
+        config = msgspec.structs.replace(self._config, inbox=f"{place}.inbox", outbox=f"{place}.outbox")
+        self._inbox = zmq.Context(self._context).socket(zmq.PUSH)  # the same context, but sending never waits
         outbox = self._context.socket(zmq.PULL)
-        addresses = {name: f"ipc://{Path(self._folder.name) / f'{generation}.{name}'}" for name in ("inbox", "outbox")}
-        for socket, address in ((inbox, addresses["inbox"]), (outbox, addresses["outbox"])):
-            socket.set_hwm(0)
-            socket.bind(address)
-        self._inbox = inbox
+        try:
+            for socket, address in ((self._inbox, config.inbox), (outbox, config.outbox)):
+                socket.set_hwm(0)
+                socket.bind(address)
+            await self._start_process(msgspec.msgpack.encode(config))
+        except BaseException:
+            self._close_inbox()
+            outbox.close(linger=0)
+            raise
+        return outbox
+
+    async def _start_process(self, config: bytes) -> None:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "pagetable.serving.engine_process", stdin=asyncio.subprocess.PIPE
         )
-        config = msgspec.msgpack.encode({**addresses, **self._config})
         assert self._process.stdin is not None
         with suppress(ConnectionError):  # it has ended already: whoever waits for it sees that
             self._process.stdin.write(len(config).to_bytes(4, "big") + config)
             await self._process.stdin.drain()
-        return outbox
 
     async def _wait_until_ready(self, outbox: zmq.asyncio.Socket) -> Ready:
         assert self._process is not None
@@ -245,8 +249,8 @@ class EngineClient:
                 try:
                     outbox = await self._spawn()
                     await self._wait_until_ready(outbox)
-                except (EngineStartError, OSError) as error:
-                    logger.error("the engine could not be restarted, next try in %.1f s: %s", back_off, error)
+                except Exception as error:  # whatever it is, the next try may succeed
+                    logger.error("the engine could not be restarted, next try in %.1f s: %r", back_off, error)
                     self._close_inbox()
                     outbox.close(linger=0)
             logger.warning("the engine has been restarted")
@@ -288,12 +292,11 @@ class EngineClient:
         while True:
             await asyncio.sleep(min(1.0, self._timeout / 4))
             silent = time.monotonic() - self._last_sign
-            if self._streams and self.ready is not None and silent > self._timeout:
+            if (self._streams or self._calls) and self.ready is not None and silent > self._timeout:
                 assert self._process is not None
                 logger.error("the engine has shown no sign of life for %.0f s and is killed", silent)
                 self._last_sign = time.monotonic()
-                with suppress(ProcessLookupError):
-                    self._process.kill()
+                _kill(self._process)
 
     # ---------------------------------------------------------------- requests
 
@@ -331,19 +334,22 @@ class EngineClient:
         """Nobody reads this any more. Does nothing when it has ended."""
         if self._forget(stream.request_id) is not None and self.ready is not None:
             with suppress(EngineDeadError):
-                self._send(Abort([stream.request_id]))
+                self._send(Abort(stream.request_id))
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
         if self.ready is None:
             raise EngineDeadError
         call_id = next(self._call_ids)
-        self._calls[call_id] = asyncio.get_running_loop().create_future()
-        self._send(ResetPrefixCache(call_id))
+        call = asyncio.get_running_loop().create_future()
+        if not self._streams:
+            self._last_sign = time.monotonic()
+        self._calls[call_id] = call
         try:
-            await self._calls[call_id]
+            self._send(ResetPrefixCache(call_id))
+            await call
         finally:
-            self._calls.pop(call_id, None)
+            del self._calls[call_id]
 
     @property
     def num_open(self) -> int:
@@ -382,7 +388,10 @@ class EngineClient:
     def _refuse(self, refused: Refused) -> None:
         stream = self._forget(refused.request_id)
         if stream is not None:
-            stream.fail(RequestError(refused.reason, refused.param))
+            error = (
+                RuntimeError(refused.reason) if refused.is_our_fault else RequestError(refused.reason, refused.param)
+            )
+            stream.fail(error)
 
     def _forget(self, request_id: str) -> Stream | None:
         stream = self._streams.pop(request_id, None)
@@ -399,3 +408,8 @@ class EngineClient:
         for call in self._calls.values():
             if not call.done():
                 call.set_exception(error)
+
+
+def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):  # it has just ended
+        process.kill()

@@ -15,8 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
@@ -26,12 +25,13 @@ from pagetable.engine import RequestError
 from pagetable.memory import Cleared
 from pagetable.outputs import Logprob
 from pagetable.request import Answer, Request
-from pagetable.serving.kv_events import KVEventPublisher, KVEventsConfig
+from pagetable.serving.kv_events import KVEventPublisher
 from pagetable.serving.logs import configure_logging
 from pagetable.serving.messages import (
     Abort,
     Delta,
     Done,
+    EngineConfig,
     EngineStats,
     Failed,
     Message,
@@ -40,7 +40,6 @@ from pagetable.serving.messages import (
     Report,
     ResetPrefixCache,
     Shutdown,
-    StepStats,
     Submit,
     ToEngine,
     TokenChoice,
@@ -53,17 +52,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 IDLE_REPORT_SECONDS = 1.0  # an engine with nothing to do says so this often
-
-
-class EngineConfig(msgspec.Struct):
-    """All that the front tells an engine process before it starts."""
-
-    inbox: str  # ZeroMQ addresses
-    outbox: str
-    arguments: dict[str, Any]  # of LLM
-    log_level: str = "info"
-    log_format: str = "text"
-    kv_events: KVEventsConfig | None = None
 
 
 class EngineProcess:
@@ -91,8 +79,8 @@ class EngineProcess:
         self._send(self._ready())
         while self._receive():
             began = time.perf_counter()
-            stepped = self._engine.step()
-            self._send(self._report(time.perf_counter() - began if stepped else None))
+            self._engine.step()
+            self._send(self._report(time.perf_counter() - began))
             if self._publisher is not None:
                 self._publisher.flush()
 
@@ -108,8 +96,7 @@ class EngineProcess:
                 case Submit():
                     self._submit(message)
                 case Abort():
-                    for request_id in message.request_ids:
-                        self._abort(request_id)
+                    self._abort(message.request_id)
                 case ResetPrefixCache():
                     self._llm.reset_prefix_cache()
                     self._send(Done(message.call_id))
@@ -127,10 +114,15 @@ class EngineProcess:
                 self._engine.add_request(request)
                 request.news = self._news
                 requests.append(request)
-        except RequestError as error:
+        except Exception as error:  # one request must not take all others along
             for request in requests:
                 self._engine.abort_request(request)
-            self._refused.append(Refused(message.request_id, str(error), error.param))
+            if isinstance(error, RequestError):
+                refused = Refused(message.request_id, str(error), error.param)
+            else:
+                logger.exception("request %s could not be queued", message.request_id)
+                refused = Refused(message.request_id, repr(error), is_our_fault=True)
+            self._refused.append(refused)
             return
         self._requests[message.request_id] = requests
         self._homes |= {request: (message.request_id, i * message.params.n) for i, request in enumerate(requests)}
@@ -143,15 +135,15 @@ class EngineProcess:
 
     # ---------------------------------------------------------------- out
 
-    def _report(self, seconds: float | None) -> Report:
-        """What the requests have gained, and how the engine stands."""
+    def _report(self, seconds: float) -> Report:
+        """What the requests have gained in a step of so many seconds, and how the engine stands."""
         deltas = [delta for request in self._news for delta in self._deltas(request, *self._homes[request])]
         for request in self._news:
             if request.is_finished:
                 self._forget(request)
         self._news.clear()
         refused, self._refused = self._refused, []
-        return Report(self._stats(), deltas, refused, None if seconds is None else self._step_stats(seconds))
+        return Report(self._stats(), deltas, refused, self._engine.engine.step_stats, seconds)
 
     def _deltas(self, request: Request, request_id: str, first_index: int) -> list[Delta]:
         return [_delta(request, request_id, first_index, answer) for answer in request.answers if answer.has_news]
@@ -166,20 +158,14 @@ class EngineProcess:
         scheduler = self._engine.engine.scheduler
         return EngineStats(len(scheduler.running), len(scheduler.waiting), self._llm.stats())
 
-    def _step_stats(self, seconds: float) -> StepStats:
-        return StepStats(**asdict(self._engine.engine.step_stats), total=seconds)
-
     def _ready(self) -> Ready:
         llm, scheduler = self._llm, self._engine.engine.scheduler
         return Ready(
             description=repr(llm),
-            device=str(llm.device),
-            dtype=str(llm.dtype).removeprefix("torch."),
             num_blocks=len(llm.block_manager.blocks),
             block_size=llm.block_manager.block_size,
             max_model_len=llm.max_model_len,
             max_num_seqs=scheduler.max_num_seqs,
-            vocab_size=llm.config.vocab_size,
         )
 
     def _send(self, message: Message) -> None:
@@ -238,14 +224,16 @@ def main() -> None:
     for socket, address in ((inbox, config.inbox), (outbox, config.outbox)):
         socket.set_hwm(0)  # nothing may be lost; the front bounds what it lets in
         socket.connect(address)
-    publisher = KVEventPublisher(config.kv_events) if config.kv_events else None
-    # Late, for it takes seconds: subscribers find the publisher again before its first batch.
-    from pagetable.llm import LLM
-
     try:
+        publisher = KVEventPublisher(config.kv_events) if config.kv_events else None
+        # Late, for it takes seconds: subscribers find the publisher again before its first batch.
+        from pagetable.llm import LLM
+
         llm = LLM(**config.arguments, events=publisher, progress=False)
-    except (ValueError, TypeError, OSError, MemoryError, RuntimeError) as error:
-        outbox.send(msgspec.msgpack.encode(Failed(f"{error}" if isinstance(error, ValueError) else repr(error))))
+    except Exception as error:
+        logger.debug("the engine cannot start", exc_info=True)
+        reason = str(error) if isinstance(error, ValueError | OSError) else f"{type(error).__name__}: {error}"
+        outbox.send(msgspec.msgpack.encode(Failed(reason)))
         context.destroy(linger=5000)
         sys.exit(1)
     gc.collect()

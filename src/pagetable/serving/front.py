@@ -8,6 +8,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,8 +45,8 @@ class Job:
     params: SamplingParams
     cache_salt: str | None
     priority: int
-    texts: Sequence[str] | None = None  # of the prompts; for the log, if it may show them
-    param: str = "prompt"  # the field that the prompts come from
+    texts: Sequence[Any]  # the prompts as they were given, texts or token ids; for the log, if it may show them
+    param: str  # the field that the prompts come from
 
     def usage(self) -> Usage:
         """Tokens of the whole request so far."""
@@ -139,15 +140,16 @@ class Front:
             stream = self.engine.submit(
                 record.request_id, job.prompts, job.params, cache_salt=job.cache_salt, priority=job.priority
             )
-            async for deltas in stream:
-                self._note(record, deltas, last_told)
-                yield deltas
+            async with aclosing(stream.deltas()) as news:
+                async for deltas in news:
+                    self._note(record, deltas, last_told)
+                    yield deltas
         except RequestError as error:
             self._fail(record, str(error))
             error.param = error.param or job.param
             raise
         except (asyncio.CancelledError, GeneratorExit):
-            if stream is not None and not stream.is_finished:
+            if record.finish_reason is None or (stream is not None and not stream.is_finished):
                 record.finish_reason = "abort"
             raise
         except Exception as error:
@@ -197,7 +199,8 @@ class Front:
             if delta.finish_reason is not None:
                 record.finish_reason = delta.finish_reason
             if delta.finish_reason in ("error", "abort"):
-                raise ApiError(500, f"the engine could not go on with this request: {delta.error or 'it was ended'}")
+                logger.error("request %s could not be computed: %s", record.request_id, delta.error or "it was ended")
+                raise ApiError(500, "the engine could not go on with this request; the server's log has the details")
 
     def _fail(self, record: RequestRecord, reason: str) -> None:
         record.finish_reason, record.error = "error", reason

@@ -66,6 +66,10 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
 
+class ClientGoneError(Exception):
+    """The client has gone before its request was all there."""
+
+
 class Gate:
     """ASGI middleware: counts answers, names requests, refuses who may not come in and what is too large."""
 
@@ -88,6 +92,8 @@ class Gate:
             if scope["method"] in ("POST", "PUT", "PATCH", "DELETE"):
                 receive = _replay(await self._body(scope, receive), receive)
             await self._app(scope, receive, watched)
+        except ClientGoneError:
+            return
         except Exception as error:
             refused = self._front.refuse(error)
             if watched.status is None:
@@ -130,6 +136,8 @@ class Gate:
             async with asyncio.timeout(BODY_SECONDS):
                 while True:
                     message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
                     body += message.get("body", b"")
                     if len(body) > limit:
                         raise _too_large(limit)

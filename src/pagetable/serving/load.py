@@ -20,7 +20,7 @@ from typing import Any
 
 import aiohttp
 
-from pagetable.serving.load_report import RequestFailure, RequestRecord, Run, error_message
+from pagetable.serving.load_report import Measurement, RequestFailure, Run, error_message
 
 Message = dict[str, Any]
 
@@ -206,7 +206,7 @@ class Conversation:
         self.text += text
 
 
-class EventStream:
+class EventParser:
     """Cuts the bytes of server-sent events, which may arrive cut anywhere, into the data of each event."""
 
     def __init__(self) -> None:
@@ -234,7 +234,7 @@ async def run_load(
     *,
     max_concurrency: int | None = None,
     duration: float = math.inf,
-    on_record: Callable[[RequestRecord], None] = lambda record: None,
+    on_record: Callable[[Measurement], None] = lambda record: None,
 ) -> Run:
     """Start each session at its arrival, at most `max_concurrency` at once, none after `duration` seconds.
 
@@ -276,7 +276,7 @@ class _Load:
         http: aiohttp.ClientSession,
         max_concurrency: int | None,
         duration: float,
-        on_record: Callable[[RequestRecord], None],
+        on_record: Callable[[Measurement], None],
     ) -> None:
         self.run = Run()
         self._target, self._http = target, http
@@ -304,7 +304,7 @@ class _Load:
                 self.run.num_unsent += 1
                 continue
             conversation.ask(turn)
-            record = RequestRecord(due, ready)
+            record = Measurement(due, ready)
             await self._request(self._target.body(conversation, turn.max_tokens), record)
             conversation.answer(record.text)
             self.run.records.append(record)
@@ -313,7 +313,7 @@ class _Load:
             due = ready = record.ended + session.think_time
         self._free_slots.put_nowait(self._now())
 
-    async def _request(self, body: dict[str, Any], record: RequestRecord) -> None:
+    async def _request(self, body: dict[str, Any], record: Measurement) -> None:
         """Send one request and note its answer, or why it failed."""
         record.sent = self._now()
         try:
@@ -331,8 +331,8 @@ class _Load:
         if record.failure:
             record.ended = self._now()
 
-    async def _read(self, response: aiohttp.ClientResponse, record: RequestRecord) -> None:
-        events = EventStream()
+    async def _read(self, response: aiohttp.ClientResponse, record: Measurement) -> None:
+        events = EventParser()
         async for chunk in response.content.iter_any():
             now = self._now()
             for data in events.feed(chunk):

@@ -44,7 +44,7 @@ class RequestFailure(Exception):
 
 
 @dataclass
-class RequestRecord:
+class Measurement:
     """One request and what its stream brought."""
 
     scheduled: float  # when it was due
@@ -124,7 +124,7 @@ class RequestRecord:
 class Run:
     """What a run brought: the records in the order of their ends."""
 
-    records: list[RequestRecord] = field(default_factory=list)
+    records: list[Measurement] = field(default_factory=list)
     num_unsent: int = 0  # turns of conversations that failed, or that the end of the run cut short
     loop_lags: list[float] = field(default_factory=list)  # how late the client's own timer was, in seconds
 
@@ -161,7 +161,7 @@ def summarise(run: Run, options: ReportOptions) -> dict[str, Any]:
     return {**figures, "warnings": _warnings(figures, done)}
 
 
-def detail(record: RequestRecord) -> dict[str, Any]:
+def detail(record: Measurement) -> dict[str, Any]:
     """One request for JSON; times in seconds."""
     return {
         "scheduled": record.scheduled,
@@ -177,7 +177,7 @@ def detail(record: RequestRecord) -> dict[str, Any]:
     }
 
 
-def _tokens(done: list[RequestRecord], duration: float) -> dict[str, Any]:
+def _tokens(done: list[Measurement], duration: float) -> dict[str, Any]:
     prompt, completion = (sum(getattr(r, f"{kind}_tokens") for r in done) for kind in ("prompt", "completion"))
     cached = [record.cached_tokens for record in done if record.cached_tokens is not None]
     return {
@@ -196,7 +196,7 @@ def _tokens(done: list[RequestRecord], duration: float) -> dict[str, Any]:
     }
 
 
-def _goodput(done: list[RequestRecord], sent: int, duration: float, limits: dict[str, float]) -> dict[str, Any]:
+def _goodput(done: list[Measurement], sent: int, duration: float, limits: dict[str, float]) -> dict[str, Any]:
     """Requests within all limits: a second, as vLLM has it, and as a share of all requests, failed ones included."""
     if not limits:
         return {"request_goodput": None, "goodput_share": None}
@@ -204,7 +204,7 @@ def _goodput(done: list[RequestRecord], sent: int, duration: float, limits: dict
     return {"request_goodput": _ratio(good, duration), "goodput_share": _ratio(good, sent)}
 
 
-def _peak_concurrency(records: list[RequestRecord]) -> int:
+def _peak_concurrency(records: list[Measurement]) -> int:
     """Most requests under way at once; one that ends as another starts makes room for it."""
     changes = sorted(change for record in records for change in ((record.sent, 1), (record.ended, -1)))
     return int(np.cumsum([0, *(change for _, change in changes)]).max())
@@ -216,7 +216,7 @@ def _client_lags(run: Run) -> dict[str, Any]:
     return {f"p99_client_{kind}_lag_ms": _percentile(lags, 99) for kind, lags in late.items()}
 
 
-def _latencies(done: list[RequestRecord], options: ReportOptions) -> dict[str, float | None]:
+def _latencies(done: list[Measurement], options: ReportOptions) -> dict[str, float | None]:
     values: dict[str, list[float]] = {
         "ttft": [record.ttft for record in done],
         "tpot": [record.tpot for record in done if record.completion_tokens > 1],
@@ -238,7 +238,7 @@ def _latencies(done: list[RequestRecord], options: ReportOptions) -> dict[str, f
     return figures
 
 
-def _warnings(figures: dict[str, Any], done: list[RequestRecord]) -> list[str]:
+def _warnings(figures: dict[str, Any], done: list[Measurement]) -> list[str]:
     """What a reader of the figures must know to believe them."""
     found = []
     for kind, what in (("send", "sent requests"), ("loop", "read answers")):
@@ -251,7 +251,7 @@ def _warnings(figures: dict[str, Any], done: list[RequestRecord]) -> list[str]:
     return found
 
 
-def _first_errors(records: list[RequestRecord]) -> dict[str, str]:
+def _first_errors(records: list[Measurement]) -> dict[str, str]:
     """The first message of each kind of failure."""
     first: dict[str, str] = {}
     for record in records:

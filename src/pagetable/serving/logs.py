@@ -43,7 +43,7 @@ def configure_logging(level: str, form: str) -> None:
     logging.captureWarnings(True)
 
 
-def log_request(record: RequestRecord, prompts: Sequence[str] | None) -> None:
+def log_request(record: RequestRecord, prompts: Sequence[Any] | None) -> None:
     """The line of one request that has ended."""
     fields = _fields(record)
     if prompts is not None:

@@ -6,10 +6,24 @@ which on one machine are the same clock in both processes.
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
-from pagetable.engine import SamplingParams
+from pagetable.engine import SamplingParams, StepStats
 from pagetable.memory import CacheStats
+from pagetable.serving.kv_events import KVEventsConfig
+
+
+class EngineConfig(msgspec.Struct):
+    """All that the front tells an engine process before it starts."""
+
+    arguments: dict[str, Any]  # of LLM
+    log_level: str = "info"
+    log_format: str = "text"
+    kv_events: KVEventsConfig | None = None
+    inbox: str = ""  # ZeroMQ addresses, which the client fills in
+    outbox: str = ""
 
 
 class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
@@ -30,9 +44,9 @@ class Submit(Message):
 
 
 class Abort(Message):
-    """Nobody waits for these any more."""
+    """Nobody waits for this any more."""
 
-    request_ids: list[str]
+    request_id: str
 
 
 class ResetPrefixCache(Message):
@@ -54,13 +68,10 @@ class Ready(Message):
     """The model is loaded; requests are welcome."""
 
     description: str  # one line for people
-    device: str
-    dtype: str
     num_blocks: int
     block_size: int  # tokens
     max_model_len: int
     max_num_seqs: int
-    vocab_size: int
 
 
 class Failed(Message):
@@ -81,6 +92,7 @@ class Refused(Message):
     request_id: str
     reason: str
     param: str | None = None
+    is_our_fault: bool = False
 
 
 class TokenChoice(msgspec.Struct, array_like=True, gc=False):
@@ -111,18 +123,6 @@ class Delta(msgspec.Struct, array_like=True, gc=False):
     prompt_logprobs: list[TokenChoices | None] | None = None  # with an answer's first delta, if asked for
 
 
-class StepStats(msgspec.Struct, array_like=True, gc=False):
-    """One step of the engine: what was in it and what its parts took, in seconds."""
-
-    num_seqs: int
-    num_prefill_tokens: int
-    num_decode_tokens: int
-    schedule: float
-    execute: float
-    commit: float
-    total: float  # with text and bookkeeping around it
-
-
 class EngineStats(msgspec.Struct, array_like=True, gc=False):
     """The engine as of now."""
 
@@ -138,6 +138,7 @@ class Report(Message):
     deltas: list[Delta] = []
     refused: list[Refused] = []
     step: StepStats | None = None
+    step_seconds: float = 0.0  # of the whole step, with text and bookkeeping
 
 
 ToFront = Ready | Failed | Done | Report

@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Plat
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from pagetable.engine import FinishReason
+from pagetable.engine.engine import StepStats
 from pagetable.memory.statistics import CacheStats, Counters
-from pagetable.serving.messages import Delta, EngineStats, Report, StepStats
+from pagetable.serving.messages import Delta, EngineStats, Report
 from pagetable.serving.record import RequestRecord
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4  # of what `ServerMetrics.render` returns
@@ -23,7 +24,20 @@ CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4  # of what `ServerMetrics.render` return
 LABELS = ("model_name", "engine")
 ENGINE = "0"  # vLLM numbers its data-parallel engines; here there is one
 OTHER = "other"  # stands for every path and status without a label of its own
-ENDPOINTS = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/health", "/metrics", "/version")
+ENDPOINTS = (
+    "/v1/completions",
+    "/v1/chat/completions",
+    "/v1/models",
+    "/v1/cache/reset",
+    "/tokenize",
+    "/detokenize",
+    "/health",
+    "/ping",
+    "/version",
+    "/metrics",
+    "/docs",
+    "/openapi.json",
+)
 
 # vLLM's, all but the last: `sum by (le)` over a mixed fleet is right only if the buckets are the same.
 ONE_TO_EIGHTY = (1, 2.5, 5, 7.5, 10, 20, 40, 80)
@@ -60,7 +74,7 @@ class ServerMetrics:
         self._state.show(report.stats)
         self._totals.count(report.stats.cache, report.deltas)
         if report.step is not None:
-            self._steps.observe(report.step)
+            self._steps.observe(report.step, report.step_seconds)
 
     def set_engine_up(self, up: bool) -> None:
         """The engine became ready, or ended: then nothing runs, waits or is cached any more."""
@@ -206,16 +220,16 @@ class _Steps:
         parts = ("schedule", "execute", "commit", "rest")
         self.parts = make.each(Histogram, "pagetable:step_part_seconds", "Seconds of a part.", "part", parts, **seconds)
 
-    def observe(self, step: StepStats) -> None:
+    def observe(self, step: StepStats, seconds: float) -> None:
         self.tokens.observe(step.num_prefill_tokens + step.num_decode_tokens)
         self.prefill.observe(step.num_prefill_tokens)
         self.decode.observe(step.num_decode_tokens)
         self.seqs.observe(step.num_seqs)
-        self.total.observe(step.total)
+        self.total.observe(seconds)
         self.parts["schedule"].observe(step.schedule)
         self.parts["execute"].observe(step.execute)
         self.parts["commit"].observe(step.commit)
-        self.parts["rest"].observe(max(0.0, step.total - step.schedule - step.execute - step.commit))
+        self.parts["rest"].observe(max(0.0, seconds - step.schedule - step.execute - step.commit))
 
 
 class _Requests:
@@ -255,7 +269,7 @@ class _Requests:
         self.computed.observe(record.num_prompt_tokens - record.num_cached_tokens)
         self.generated.observe(record.num_output_tokens)
         self.n.observe(record.n)
-        if record.n == 1:  # the record does not know one answer from another
+        if record.num_answers == 1:  # the record does not know one answer from another
             self.longest.observe(record.num_output_tokens)
         if record.max_tokens is not None:
             self.max_tokens.observe(record.max_tokens)
@@ -268,7 +282,7 @@ class _Requests:
         _observe_span(self.prefill, scheduled, first)
         _observe_span(self.decode, first, last)
         _observe_span(self.inference, scheduled, last)
-        intervals = record.num_output_tokens / record.n - 1  # of an answer; they are computed side by side
+        intervals = record.num_output_tokens / record.num_answers - 1  # of an answer; they are computed side by side
         if first is not None and last is not None and intervals > 0:
             self.per_token.observe((last - first) / intervals)
 

@@ -15,9 +15,10 @@ class RequestRecord:
     model: str
     num_prompt_tokens: int
     n: int = 1  # answers to each prompt
+    num_answers: int = 1  # to all prompts together
     max_tokens: int | None = None
     streamed: bool = False
-    arrival_time: float = field(default_factory=time.monotonic)
+    arrival_time: float = field(default_factory=time.monotonic)  # its body was read
     first_scheduled_time: float | None = None  # the first step that computed some of it began
     first_token_time: float | None = None
     last_token_time: float | None = None

@@ -58,7 +58,7 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = Field(False, description="The usage so far in every chunk.")
 
 
-class _Generation(_Body):
+class GenerationRequest(_Body):
     """What both kinds of completion have in common."""
 
     model: str | None = Field(None, description="A served model's name; the first one if left out.")
@@ -100,7 +100,7 @@ class _Generation(_Body):
     prompt_cache_key: str | None = None
 
 
-class CompletionRequest(_Generation):
+class CompletionRequest(GenerationRequest):
     """Body of POST /v1/completions."""
 
     prompt: (
@@ -119,7 +119,7 @@ class CompletionRequest(_Generation):
     suffix: str | None = _off("")
 
 
-class Message(BaseModel):
+class ConversationMessage(BaseModel):
     """One message of a conversation. Other fields are handed to the model's chat template."""
 
     model_config = ConfigDict(extra="allow", strict=True)
@@ -127,7 +127,7 @@ class Message(BaseModel):
     content: str | JsonObjects | None = Field(None, description="A text, or parts of type `text`.")
 
 
-Messages = Annotated[list[Message], _FIRST_FAULT, Field(min_length=1)]
+Messages = Annotated[list[ConversationMessage], _FIRST_FAULT, Field(min_length=1)]
 
 
 class ResponseFormat(_Body):
@@ -136,7 +136,7 @@ class ResponseFormat(_Body):
     type: Literal["text"] = Field(description="Guided decoding is not supported: `text` only.")
 
 
-class ChatCompletionRequest(_Generation):
+class ChatCompletionRequest(GenerationRequest):
     """Body of POST /v1/chat/completions."""
 
     messages: Messages

@@ -22,7 +22,7 @@ from pagetable.serving.front import Front
 from pagetable.serving.gate import BoundedHttp
 from pagetable.serving.kv_events import KVEventsConfig
 from pagetable.serving.logs import configure_logging
-from pagetable.serving.messages import Ready
+from pagetable.serving.messages import EngineConfig, Ready
 from pagetable.serving.metrics import ServerMetrics
 from pagetable.serving.settings import ServerSettings
 from pagetable.text import load_tokenizer, resolve_model
@@ -65,12 +65,9 @@ class _Server:
         tokenizer = load_tokenizer(open_checkpoint(resolve_model(settings.model)))
         self._metrics = ServerMetrics(settings.model_names()[0])
         self._engine = EngineClient(
-            settings.engine_arguments(),
-            config={
-                "log_level": settings.log_level,
-                "log_format": settings.log_format,
-                "kv_events": _kv_events(settings),
-            },
+            EngineConfig(
+                settings.engine_arguments(), settings.log_level, settings.log_format, kv_events=_kv_events(settings)
+            ),
             max_queued_requests=settings.max_queued_requests,
             timeout=settings.engine_timeout,
             observer=self._metrics,
@@ -90,6 +87,7 @@ class _Server:
             await asyncio.wait((starting, stopping), return_when=asyncio.FIRST_COMPLETED)
             if not starting.done():
                 starting.cancel()
+                await asyncio.gather(starting, return_exceptions=True)
                 return
             await self._serve(app, starting.result())
         except EngineStartError as error:

@@ -148,7 +148,7 @@ class ServerSettings:
     max_n: int = _limit(128, "Most answers that one request may ask for.", low=1)
     max_stop: int = _limit(16, "Most stop strings of a request.", low=0)
     max_logprobs: int = _limit(20, "Most log-probabilities a token that a request may ask for.", low=0)
-    max_queued_requests: int = _limit(2048, "Requests that may wait; further ones are answered with 429.", low=1)
+    max_queued_requests: int = _limit(2048, "Answers that may wait; requests for more are refused with 429.", low=1)
 
     log_level: str = _log("info", "The least that is logged.", choices=LOG_LEVELS)
     log_format: str = _log("text", "For people or for machines.", choices=("text", "json"))
