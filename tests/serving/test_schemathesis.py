@@ -89,6 +89,6 @@ def _narrowed(description: dict[str, Any]) -> dict[str, Any]:
     text, texts, *_ = completion["prompt"]["anyOf"]
     text["minLength"] = texts["items"]["minLength"] = 1  # the tiny model has no begin token
     part = {"type": "object", "properties": {"type": {"const": "text"}, "text": text}, "required": ["type", "text"]}
-    bodies["Message"]["properties"]["content"] = {"anyOf": [text, {"type": "array", "items": part}]}
-    bodies["Message"]["required"].append("content")
+    bodies["ConversationMessage"]["properties"]["content"] = {"anyOf": [text, {"type": "array", "items": part}]}
+    bodies["ConversationMessage"]["required"].append("content")
     return description
