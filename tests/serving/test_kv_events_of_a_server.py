@@ -8,8 +8,8 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from tests.serving.kv_events_client import Client
 from tests.serving.running import running_server
-from tests.serving.test_kv_events import Client
 
 
 def free_endpoint() -> str:

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 pytest.importorskip("aiohttp")
 from aiohttp import web
 
-from pagetable.serving import load
+from pagetable.serving import load, load_data
 from pagetable.serving.bench_command import bench
 from pagetable.serving.load_report import Measurement, ReportOptions, RequestFailure, Run, summarise, table
 
@@ -144,15 +144,15 @@ def figures(server: Server, *options: object) -> dict:
     return json.loads(result.stdout)
 
 
-def run(server: Server, sessions: list[load.Session], arrivals=None, chat=False, **options: object) -> Run:
+def run(server: Server, sessions: list[load_data.Session], arrivals=None, chat=False, **options: object) -> Run:
     path = "chat/completions" if chat else "completions"
     target = load.Target(f"http://127.0.0.1:{server.port}/v1/{path}", "tiny", chat, timeout=options.pop("timeout", 30))
-    times = load.arrival_times(float("inf"), 1, 0) if arrivals is None else arrivals
+    times = load_data.arrival_times(float("inf"), 1, 0) if arrivals is None else arrivals
     return asyncio.run(load.run_load(target, sessions, times, **options))
 
 
-def one_turn(text="hello") -> load.Session:
-    return load.Session((load.Turn(({"role": "user", "content": text},), 8),))
+def one_turn(text="hello") -> load_data.Session:
+    return load_data.Session((load_data.Turn(({"role": "user", "content": text},), 8),))
 
 
 # ------------------------------------------------------------------------------------ the figures
@@ -292,14 +292,14 @@ def test_a_client_that_falls_behind_is_found_out(server):
 
 @pytest.mark.parametrize("burstiness", [0.3, 1.0, 5.0])
 def test_arrivals_have_the_asked_rate_and_spread(burstiness):
-    times = list(islice(load.arrival_times(50, burstiness, seed=1), 20_000))
+    times = list(islice(load_data.arrival_times(50, burstiness, seed=1), 20_000))
     gaps = [after - before for before, after in pairwise(times)]
     mean = sum(gaps) / len(gaps)
     variance = sum((gap - mean) ** 2 for gap in gaps) / len(gaps)
     assert mean == pytest.approx(1 / 50, rel=0.06)
     assert variance / mean**2 == pytest.approx(1 / burstiness, rel=0.15)
-    assert times == list(islice(load.arrival_times(50, burstiness, seed=1), 20_000))
-    assert times[:9] != list(islice(load.arrival_times(50, burstiness, seed=2), 9))
+    assert times == list(islice(load_data.arrival_times(50, burstiness, seed=1), 20_000))
+    assert times[:9] != list(islice(load_data.arrival_times(50, burstiness, seed=2), 9))
 
 
 def test_duration_ends_the_sending_and_waits_for_answers(server):
@@ -380,7 +380,7 @@ def test_a_wrong_key_is_named_and_a_right_one_sent(server):
 
 
 def prompts(**options: object) -> list[str]:
-    sessions = load.take(load.make_sessions(load.Data(**options), chat=False), 40)
+    sessions = load_data.take(load_data.make_sessions(load_data.Data(**options), chat=False), 40)
     return [turn.messages[0]["content"] for session in sessions for turn in session.turns]
 
 
@@ -481,7 +481,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
     path = tmp_path / "requests.jsonl"
     path.write_bytes(b'{"prompt": "good"}\n' + line.encode("latin-1"))
     with pytest.raises(ValueError, match=r"requests\.jsonl, line 2: ") as error:
-        load.read_custom(path, 8, chat=True)
+        load_data.read_custom(path, 8, chat=True)
     assert message in str(error.value)
 
 

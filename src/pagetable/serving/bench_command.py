@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:  # the command line starts without aiohttp
-    from pagetable.serving.load import Data, Target
+    from pagetable.serving.load import Target
+    from pagetable.serving.load_data import Data
     from pagetable.serving.load_report import Measurement, Run
 
 _ENDPOINTS = {"openai": "/v1/completions", "openai-chat": "/v1/chat/completions"}
@@ -191,7 +192,7 @@ def serve(**options: Any) -> None:
     """
     try:
         from pagetable.serving import load_report
-        from pagetable.serving.load import Data
+        from pagetable.serving.load_data import Data
     except ModuleNotFoundError as error:
         raise click.ClickException(f"bench serve needs the package {error.name}: pip install {error.name}") from None
     _check(options)
@@ -233,7 +234,8 @@ def _check(options: dict[str, Any]) -> None:
 
 
 async def _measure(options: dict[str, Any], data: Data) -> tuple[Target, Run]:
-    from pagetable.serving.load import arrival_times, make_sessions, run_load, take
+    from pagetable.serving.load import run_load
+    from pagetable.serving.load_data import arrival_times, make_sessions, take
 
     total = _num_requests(options, data)
     sessions = make_sessions(data, options["backend"] == "openai-chat")
@@ -253,7 +255,7 @@ async def _measure(options: dict[str, Any], data: Data) -> tuple[Target, Run]:
 
 def _num_requests(options: dict[str, Any], data: Data) -> int | None:
     """How many requests to make at most; None for as many as --duration allows."""
-    from pagetable.serving.load import read_custom
+    from pagetable.serving.load_data import read_custom
 
     if options["num_prompts"] or options["duration"]:
         given: int | None = options["num_prompts"]
