@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test cover lint types bench storms soak clean
+.PHONY: help venv demo test cover lint types bench storms clients soak clean
 
 help:  ## list the targets
 	@grep -E '^[a-z]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */\t/' | expand -t 10
@@ -55,6 +55,10 @@ bench: $(READY)  ## the engine, its kernels, the page table, waste of memory, th
 
 storms: $(READY)  ## 20,000 random storms of requests against a shadow of the KV memory
 	@STORMS=20000 $(BIN)/python -m pytest tests/engine/test_shadow_kv.py
+
+clients: $(READY)  ## lm-eval, which brings many packages, gets transformers' log-likelihoods from the server
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[clients]'
+	@$(BIN)/python -m pytest tests/serving/test_lm_eval.py
 
 soak: $(READY)  ## ten minutes of load and chaos for the server: 1,000 streams, killed engines, garbage
 	@$(BIN)/python -m tests.serving.soak
