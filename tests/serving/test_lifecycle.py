@@ -170,3 +170,19 @@ def test_a_client_that_reads_nothing_is_dropped(tiny_model: Path):
             while server.metric("vllm:request_success_total", finished_reason="abort") == 0:
                 time.sleep(0.1)  # the test's own time limit ends this
             server.wait_until_idle()
+
+
+def test_every_line_of_a_json_log_is_json(tiny_model: Path):
+    arguments = ["--log-format", "json", "--root-path", "/llm", "--host", "0.0.0.0", *CACHE]
+    with running_server(tiny_model, *arguments) as server, server.client() as http:
+        http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, headers={"X-Request-Id": "mine"})
+        http.post("/v1/completions", json={"prompt": "x", "foo": 1})
+        http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "x"}], "model": "other"})
+        assert http.get("/health").status_code == 200
+        assert server.stop() == 0
+    lines = [json.loads(line) for line in server.lines]
+    assert "ANYONE" in lines[0]["message"]
+    requests = [line for line in lines if line.get("logger") == "pagetable.request"]
+    assert [line.get("client_request_id") for line in requests] == ["mine", None, None]
+    assert [line.get("status") for line in requests] == [None, 400, 404]
+    assert requests[1]["error"] == "foo is not supported; leave it out"

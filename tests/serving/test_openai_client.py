@@ -180,7 +180,7 @@ def test_errors_are_the_clients_own(client: openai.OpenAI):
     with pytest.raises(openai.BadRequestError, match="top_p") as caught:
         client.completions.create(model="tiny", prompt="x", top_p=5)
     assert caught.value.param == "top_p"
-    with pytest.raises(openai.BadRequestError, match=r"is 2048 tokens: the prompt has 3000") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"is 2048 tokens: the prompt has 3000,") as caught:
         client.completions.create(model="tiny", prompt=[5] * 3000)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
 

@@ -30,7 +30,7 @@ class StepStats:
 
     num_seqs: int = 0
     num_prefill_tokens: int = 0
-    num_decode_tokens: int = 0  # sequences with one token in the step
+    num_decode_tokens: int = 0  # the latest tokens of answers; all others are prefill
     schedule: float = 0.0
     execute: float = 0.0
     commit: float = 0.0
@@ -55,12 +55,12 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None:
             return None, []
+        num_decodes = sum(seq.num_scheduled_tokens == 1 and seq.num_output_tokens > 0 for seq in step.seqs)
         try:
             scheduled = time.perf_counter()
             output = self.runner.execute(step)
             executed = time.perf_counter()
             finished = self.scheduler.commit(step, output)
-            num_decodes = int((step.num_scheduled_tokens == 1).sum())
             self.step_stats = StepStats(
                 num_seqs=len(step.seqs),
                 num_prefill_tokens=step.num_tokens - num_decodes,

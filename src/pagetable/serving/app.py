@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from fastapi import FastAPI, Request, Security
@@ -17,7 +18,7 @@ from pagetable.serving.chat_completions import ChatAnswer, conversation_tokens
 from pagetable.serving.completions import CompletionAnswer
 from pagetable.serving.errors import ApiError, from_validation, json_response
 from pagetable.serving.front import Front
-from pagetable.serving.gate import Gate
+from pagetable.serving.gate import Gate, path_of
 from pagetable.serving.generation import Generation
 from pagetable.serving.metrics import CONTENT_TYPE
 from pagetable.serving.responses import EventStream, WholeAnswer
@@ -62,7 +63,6 @@ def build_app(front: Front) -> FastAPI:
         version=__version__,
         description="OpenAI-compatible API of an engine whose KV cache is an open book.",
         openapi_url="/openapi.json" if docs else None,
-        root_path=front.settings.root_path,
         responses=_ERRORS,
         dependencies=bearer,
     )
@@ -70,7 +70,7 @@ def build_app(front: Front) -> FastAPI:
     _add_text(app, front)
     _add_models(app, front)
     _add_operations(app, front, access)
-    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(RequestValidationError, functools.partial(_invalid, front))
     app.add_exception_handler(HTTPException, _http_error)
     app.add_middleware(Gate, front=front, access=access)  # it asks for keys; what FastAPI knows of them is for the docs
     if front.settings.allowed_origins:
@@ -94,14 +94,14 @@ def _add_generation(app: FastAPI, front: Front, access: Access) -> None:
     @app.post("/v1/completions", response_model=Completion, responses=streamed)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on from one prompt or many."""
-        salt, trace = access.cache_salt(request, body.cache_salt), front.trace_headers(request.headers)
-        return answer(CompletionAnswer(front, body, salt, trace), body.stream)
+        salt = access.cache_salt(request, body.cache_salt)
+        return answer(CompletionAnswer(front, body, salt, request.headers), body.stream)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=streamed)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
-        salt, trace = access.cache_salt(request, body.cache_salt), front.trace_headers(request.headers)
-        return answer(ChatAnswer(front, body, salt, trace), body.stream)
+        salt = access.cache_salt(request, body.cache_salt)
+        return answer(ChatAnswer(front, body, salt, request.headers), body.stream)
 
 
 def _add_text(app: FastAPI, front: Front) -> None:
@@ -115,6 +115,9 @@ def _add_text(app: FastAPI, front: Front) -> None:
     async def detokenize(body: DetokenizeRequest) -> Response:
         """The text of token ids."""
         front.served_model(body.model)
+        largest = max(body.tokens, default=0)
+        if largest >= front.tokenizer.vocab_size:
+            raise ApiError(400, f"token id {largest} is not in the vocabulary of the tokenizer", param="tokens")
         return json_response({"prompt": await front.in_thread(front.tokenizer.decode, body.tokens, False)})
 
 
@@ -189,9 +192,11 @@ def _add_operations(app: FastAPI, front: Front, access: Access) -> None:
 # ---------------------------------------------------------------------------------------------------- what goes wrong
 
 
-async def _invalid(_: Request, error: Exception) -> Response:
+async def _invalid(front: Front, request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return from_validation(error.errors()).response()
+    refused = from_validation(error.errors())
+    front.note_refusal(path_of(request.scope), refused)
+    return refused.response()
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -240,6 +240,7 @@ async def _measure(options: dict[str, Any], data: Data) -> tuple[Target, Run]:
     total = _num_requests(options, data)
     sessions = make_sessions(data, options["backend"] == "openai-chat")
     target = await _target(options)
+    click.echo(f"{'Requests' if total is None else f'{total} requests'} to {target.url} ...", err=True)
     run = await run_load(
         target,
         sessions if total is None else list(take(sessions, total)),  # a list: made before the clock starts

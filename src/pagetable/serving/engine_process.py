@@ -14,7 +14,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -218,7 +217,6 @@ def main() -> None:
     config = _read_config()
     threading.Thread(target=_end_with_the_front, daemon=True).start()
     configure_logging(config.log_level, config.log_format)
-    warnings.simplefilter("default")
     context = zmq.Context()
     inbox, outbox = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     for socket, address in ((inbox, config.inbox), (outbox, config.outbox)):
@@ -242,6 +240,7 @@ def main() -> None:
     if publisher is not None:
         publisher.close()
     context.destroy(linger=1000)
+    os._exit(0)  # taking torch and Numba apart takes a second or two, and serves nobody
 
 
 if __name__ == "__main__":

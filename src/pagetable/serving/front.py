@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from pagetable.engine import RequestError, SamplingParams
 from pagetable.serving.engine_client import EngineClient, EngineDeadError
 from pagetable.serving.errors import ApiError, as_api_error
-from pagetable.serving.logs import log_request
+from pagetable.serving.logs import log_refusal, log_request
 from pagetable.serving.messages import Delta, Ready
 from pagetable.serving.metrics import ServerMetrics
 from pagetable.serving.record import RequestRecord
@@ -171,11 +171,11 @@ class Front:
         cache_tokens = ready.num_blocks * ready.block_size
         if longest >= ready.max_model_len or longest > cache_tokens:
             # Clients such as LiteLLM and LangChain know by the first words, not by the code, what is the matter.
+            words = f"the prompt is too long, this model's maximum context length is {ready.max_model_len} tokens"
+            cache = f" and the KV cache holds {cache_tokens}" if cache_tokens < ready.max_model_len else ""
             raise ApiError(
                 400,
-                f"the prompt is too long, this model's maximum context length is {ready.max_model_len} tokens: the "
-                f"prompt has {longest} tokens, it must have fewer, so that one can be generated, and fit into the KV "
-                f"cache, which holds {cache_tokens}",
+                f"{words}{cache}: the prompt has {longest}, and the answer needs at least one",
                 param=job.param,
                 code="context_length_exceeded",
             )
@@ -204,6 +204,12 @@ class Front:
 
     def _fail(self, record: RequestRecord, reason: str) -> None:
         record.finish_reason, record.error = "error", reason
+
+    def note_refusal(self, endpoint: str, error: Exception) -> None:
+        """A line in the log for a request that does not get as far as `answer`."""
+        if self.settings.log_requests:
+            refused = as_api_error(error)
+            log_refusal(endpoint, refused.status, str(refused))
 
     def refuse(self, error: Exception) -> ApiError:
         """What the client is told; what is our own fault goes to the log as well."""

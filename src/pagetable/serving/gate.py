@@ -15,11 +15,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from pagetable.serving.access import OPEN_PATHS, Access
 from pagetable.serving.errors import ApiError
 from pagetable.serving.front import Front
+from pagetable.serving.generation import client_request_id
 
 MAX_HEAD_BYTES = 64 << 10  # request line and headers
 HEAD_SECONDS = 30.0  # to send them
 BODY_SECONDS = 60.0  # to send the body
-REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class BoundedHttp(HttpToolsProtocol):
@@ -96,25 +96,25 @@ class Gate:
             return
         except Exception as error:
             refused = self._front.refuse(error)
+            self._front.note_refusal(path_of(scope), error)
             if watched.status is None:
                 await refused.response()(scope, receive, watched)
             else:
                 raise
         finally:
-            self._front.metrics.http_response(scope["path"], watched.status or 499)
+            self._front.metrics.http_response(path_of(scope), watched.status or 499)
 
     def _request_id(self, scope: Scope) -> str | None:
         if not self._front.settings.enable_request_id_headers:
             return None
-        given = Headers(scope=scope).get("x-request-id", "")
-        return given if REQUEST_ID.fullmatch(given) else uuid4().hex
+        return client_request_id(Headers(scope=scope)) or uuid4().hex
 
     def _admit(self, scope: Scope) -> None:
         headers = Headers(scope=scope)
         if self._only_local and not self._is_local(headers.get("host", "localhost")):
             # A web page can give its own name this machine's address, and would be let in by the browser.
             raise ApiError(403, "this server answers to localhost only; give it an --api-key to use another name")
-        if scope["path"] not in OPEN_PATHS:
+        if path_of(scope) not in OPEN_PATHS:
             scope["caller"] = self._access.caller(headers.get("authorization"))
 
     def _is_local(self, host: str) -> bool:
@@ -145,6 +145,12 @@ class Gate:
                         return bytes(body)
         except TimeoutError:
             raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} s", code="timeout") from None
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request, without what a proxy shows it under."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
 
 
 class _Watched:

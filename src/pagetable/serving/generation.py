@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
+
+from starlette.datastructures import Headers
 
 from pagetable.engine import SamplingParams
 from pagetable.serving.front import Front, Job
@@ -18,6 +21,7 @@ from pagetable.serving.schema import GenerationRequest, Usage
 
 Body = TypeVar("Body", bound=GenerationRequest)
 Choice = dict[str, Any]
+REQUEST_ID = re.compile(r"[!-~]{1,128}")
 
 
 class Generation(ABC, Generic[Body]):
@@ -29,18 +33,18 @@ class Generation(ABC, Generic[Body]):
     CHUNK_OBJECT: ClassVar[str]
     PARAM: ClassVar[str]  # the field with the prompts
 
-    def __init__(self, front: Front, body: Body, cache_salt: str | None, trace_headers: dict[str, str] | None) -> None:
+    def __init__(self, front: Front, body: Body, cache_salt: str | None, headers: Headers) -> None:
         self._front = front
         self._body = body
         self._cache_salt = cache_salt
-        self._trace_headers = trace_headers
+        self._headers = headers
         self._arrival_time = time.monotonic()
         self._id = f"{self.ID_PREFIX}-{uuid4().hex}"
         self._created = int(time.time())
 
     async def whole(self) -> dict[str, Any]:
         """The body of the answer."""
-        job = await self._job()
+        job = await self._checked_job()
         choices = [self._empty_choice(index) for index in range(job.record.num_answers)]
         async with aclosing(self._front.answer(job)) as news:
             async for deltas in news:
@@ -50,7 +54,7 @@ class Generation(ABC, Generic[Body]):
 
     async def chunks(self) -> AsyncGenerator[bytes, None]:
         """Server-sent events, the last but one of the stream."""
-        job = await self._job()
+        job = await self._checked_job()
         options = self._body.stream_options
         asked, continuous = (options.include_usage, options.continuous_usage_stats) if options else (False, False)
         envelope = self._envelope(job, self.CHUNK_OBJECT) | ({"usage": None} if asked or continuous else {})
@@ -62,6 +66,13 @@ class Generation(ABC, Generic[Body]):
                     yield event({**envelope, "choices": [part]})
         if asked:
             yield event({**envelope, "choices": [], "usage": self._usage(job)})
+
+    async def _checked_job(self) -> Job:
+        try:
+            return await self._job()
+        except Exception as error:
+            self._front.note_refusal(self.ENDPOINT, error)
+            raise
 
     async def _job(self) -> Job:
         front, body = self._front, self._body
@@ -77,7 +88,8 @@ class Generation(ABC, Generic[Body]):
             max_tokens=params.max_tokens,
             streamed=bool(body.stream),
             arrival_time=self._arrival_time,
-            trace_headers=self._trace_headers,
+            client_request_id=client_request_id(self._headers),
+            trace_headers=self._front.trace_headers(self._headers),
         )
         return Job(record, prompts, params, self._cache_salt, body.priority, texts, self.PARAM)
 
@@ -102,6 +114,12 @@ class Generation(ABC, Generic[Body]):
     @abstractmethod
     def _add(self, choice: Choice, part: Choice) -> None:
         """Add what a chunk would hold to a whole answer."""
+
+
+def client_request_id(headers: Headers) -> str | None:
+    """The client's own name for a request; None for none, or one that is not fit for a log or a header."""
+    given = headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else None
 
 
 def finish_reason(delta: Delta) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import time
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +17,7 @@ logger = logging.getLogger("pagetable.request")
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the fields of the record if it has some."""
+    """One JSON object a line: time, level and logger, and the fields of the record, or its message if it has none."""
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as a line."""
@@ -24,8 +25,7 @@ class JsonFormatter(logging.Formatter):
             "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03}Z",
             "level": record.levelname,
             "logger": record.name,
-            "message": record.getMessage(),
-            **getattr(record, "fields", {}),
+            **getattr(record, "fields", {"message": record.getMessage()}),
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
@@ -40,7 +40,7 @@ def configure_logging(level: str, form: str) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    logging.captureWarnings(True)
+    warnings.showwarning = lambda message, category, *_: logging.getLogger("pagetable").warning("%s", message)
 
 
 def log_request(record: RequestRecord, prompts: Sequence[Any] | None) -> None:
@@ -48,7 +48,15 @@ def log_request(record: RequestRecord, prompts: Sequence[Any] | None) -> None:
     fields = _fields(record)
     if prompts is not None:
         fields["prompts"] = list(prompts)
-    level = logging.WARNING if record.error else logging.INFO
+    _log(logging.WARNING if record.error else logging.INFO, fields)
+
+
+def log_refusal(endpoint: str, status: int, error: str) -> None:
+    """The line of a request that was refused before it was known what it asks for."""
+    _log(logging.WARNING, {"endpoint": endpoint, "status": status, "error": error})
+
+
+def _log(level: int, fields: dict[str, Any]) -> None:
     text = " ".join(f"{name}={_quoted(value)}" for name, value in fields.items() if value is not None)
     logger.log(level, "%s", text, extra={"fields": fields})
 
@@ -56,12 +64,13 @@ def log_request(record: RequestRecord, prompts: Sequence[Any] | None) -> None:
 def _fields(record: RequestRecord) -> dict[str, Any]:
     return {
         "request_id": record.request_id,
+        "client_request_id": record.client_request_id,
         "endpoint": record.endpoint,
         "model": record.model,
         "tokens_in": record.num_prompt_tokens,
         "tokens_cached": record.num_cached_tokens,
         "tokens_out": record.num_output_tokens,
-        "n": record.n if record.n > 1 else None,
+        "n": record.n,
         "stream": record.streamed,
         "queue_ms": _milliseconds(record.arrival_time, record.first_scheduled_time),
         "ttft_ms": _milliseconds(record.arrival_time, record.first_token_time),

@@ -260,8 +260,10 @@ class _Requests:
 
     def observe(self, record: RequestRecord) -> None:
         self.ended.get(record.finish_reason or "", self.ended["error"]).inc()
-        if record.finish_reason != "error" or record.first_scheduled_time is not None:  # a refusal is no fast answer
+        has_run = record.first_scheduled_time is not None
+        if has_run:
             self._observe_sizes(record)
+        if has_run or record.finish_reason != "error":  # a refusal is no fast answer
             self._observe_times(record)
 
     def _observe_sizes(self, record: RequestRecord) -> None:

@@ -27,4 +27,5 @@ class RequestRecord:
     num_output_tokens: int = 0
     finish_reason: str | None = None  # of the answer that ended last; `error` when it was refused or the engine failed
     error: str | None = None
+    client_request_id: str | None = None  # the client's own name for it, the header X-Request-Id
     trace_headers: dict[str, str] | None = None  # the client's trace context, if traces are kept

@@ -52,7 +52,7 @@ def chat_params(body: ChatCompletionRequest, settings: ServerSettings) -> Sampli
     _check_limits(body, settings, 1)
     if body.tools:
         raise ApiError(400, "tools are not supported; leave them out", param="tools")
-    if body.top_logprobs is not None and not body.logprobs:
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs to be true", param="top_logprobs")
     return SamplingParams(
         **_common(body),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import resource
 import signal
@@ -110,6 +111,7 @@ class _Server:
                 access_log=False,
                 log_level="warning",
                 server_header=False,
+                root_path=settings.root_path,
                 ssl_keyfile=settings.ssl_keyfile,
                 ssl_certfile=settings.ssl_certfile,
                 timeout_graceful_shutdown=int(settings.shutdown_timeout + PARTING_SECONDS) + 1,
@@ -134,7 +136,10 @@ class _Server:
         scheme = "https" if self._settings.ssl_certfile else "http"
         shown = f"[{host}]" if ":" in host else host
         where = f"Ready: {scheme}://{shown}:{port}/v1  (documentation at /docs, metrics at /metrics)"
-        print(ready.description, where, sep="\n", file=sys.stderr, flush=True)
+        if self._settings.log_format == "json":
+            print(json.dumps({"message": where, "engine": ready.description}), file=sys.stderr, flush=True)
+        else:
+            print(ready.description, where, sep="\n", file=sys.stderr, flush=True)
 
     def _stop(self) -> None:
         if self._stopping.is_set():  # asked twice: without waiting for anybody

@@ -86,7 +86,7 @@ class ServerSettings:
 
     model: str = _model("smollm2", "Folder, .gguf file, hub id or alias.")
     served_model_name: tuple[str, ...] = _setting(
-        MODEL, (), "Name that clients use; several may be given, the first is shown.", shown="the model's"
+        MODEL, (), "Name that clients use; repeat it for several, the first is shown.", shown="the model's"
     )
     chat_template: str | None = _setting(
         MODEL, None, "A file with a Jinja template, or the template itself.", shown="the model's"
@@ -94,7 +94,7 @@ class ServerSettings:
     dtype: str = _model("auto", "auto, float32 or bfloat16.")
     device: str = _model("cpu", "cpu or cuda.")
     max_model_len: int | None = _model(None, "Longest prompt plus answer, tokens.", low=1, shown="the model's")
-    seed: int = _model(0, "Where answers without a seed of their own begin.")
+    seed: int = _model(0, "For answers without a seed of their own.")
     threads: int | None = _model(None, "Threads to compute with.", low=1, shown="one a core")
     kernels: str = _model("auto", "auto, numba (compiled, CPU) or torch.")
     batch_invariant: bool = _model(False, "Insist on logits equal to the bit in any batch.")
