@@ -43,10 +43,17 @@ class RunningServer:
         self._said: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         threading.Thread(target=self._listen, daemon=True).start()
         self.url = ""
+        self._reads = threading.Event()
+        self._reads.set()
+
+    def stop_reading(self) -> None:
+        """Leave what the server says where it is."""
+        self._reads.clear()
 
     def _listen(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
+            self._reads.wait()
             self.lines.append(line)
             self._said.put(line)
         self._said.put(None)

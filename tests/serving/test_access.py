@@ -237,3 +237,60 @@ def test_a_huge_head_is_cut_off(server: RunningServer):
         except OSError:
             return
         assert received.startswith(b"HTTP/1.1 400")
+
+
+def send_raw(server: RunningServer, *pieces: bytes, wait: float = 20) -> bytes:
+    """What comes back until the server closes the connection or is silent for so long."""
+    address = httpx.URL(server.url)
+    received = b""
+    with (
+        socket.create_connection((address.host, address.port), timeout=wait) as connection,
+        contextlib.suppress(OSError),
+    ):
+        for piece in pieces:
+            connection.sendall(piece)
+        while data := connection.recv(65536):
+            received += data
+    return received
+
+
+def test_trailers_without_end_are_cut_off(locked: RunningServer):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+    before = locked.metric("process_resident_memory_bytes")
+    send_raw(locked, head, *[b"x1: 1\r\n" * 10_000] * 300)
+    assert locked.metric("process_resident_memory_bytes") < before + (20 << 20)
+
+
+def test_who_goes_on_sending_what_is_answered_is_cut_off(locked: RunningServer):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 10000\r\n\r\n"
+    began = time.monotonic()
+    assert send_raw(locked, head, wait=30).startswith(b"HTTP/1.1 401")
+    assert time.monotonic() - began < 15
+
+
+def test_a_client_that_would_rather_speak_http2_is_answered(server: RunningServer):
+    body = b'{"prompt": "x", "max_tokens": 1}'
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\n"
+    )
+    rest = b"HTTP2-Settings: AAEA\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    address = httpx.URL(server.url)
+    with socket.create_connection((address.host, address.port), timeout=20) as connection:
+        connection.sendall(head + rest + body)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+
+
+def test_a_page_of_another_origin_may_not_call_a_server_without_keys(server: RunningServer):
+    for origin, status in (("https://evil.example", 403), ("null", 403), ("http://localhost:3000", 200)):
+        assert httpx.post(f"{server.url}/v1/cache/reset", headers={"Origin": origin}).status_code == status
+
+
+def test_a_text_that_cannot_fit_is_not_even_tokenized(server: RunningServer):
+    response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x" * 4_000_000})
+    assert error(response)["code"] == "context_length_exceeded"
+    assert "4000000 characters" in error(response)["message"]
+
+
+def test_lists_have_an_end(server: RunningServer):
+    response = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "stop_token_ids": [5] * 300})
+    assert (response.status_code, error(response)["param"]) == (400, "stop_token_ids")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -186,3 +187,43 @@ def test_every_line_of_a_json_log_is_json(tiny_model: Path):
     assert [line.get("client_request_id") for line in requests] == ["mine", None, None]
     assert [line.get("status") for line in requests] == [None, 400, 404]
     assert requests[1]["error"] == "foo is not supported; leave it out"
+
+
+def test_a_whole_answer_that_nobody_reads_is_dropped(tiny_model: Path):
+    with running_server(tiny_model, "--stream-timeout", "1", "--kv-cache-memory", "8MiB") as server:
+        address = httpx.URL(server.url)
+        body = json.dumps({**LONG, "model": None, "n": 16, "max_tokens": 800, "logprobs": 20}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head += f"Content-Length: {len(body)}\r\n\r\n"
+        idle = len(os.listdir(f"/proc/{server.process.pid}/fd"))
+        with socket.create_connection((address.host, address.port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.sendall(head.encode() + body)
+            while server.metric("vllm:request_success_total", finished_reason="length") == 0:
+                time.sleep(0.1)
+            while len(os.listdir(f"/proc/{server.process.pid}/fd")) > idle:
+                time.sleep(0.1)  # the test's own time limit ends this
+
+
+def test_a_server_whose_terminal_is_closed_drains(tiny_model: Path):
+    with running_server(tiny_model, *CACHE) as server:
+        server.process.send_signal(signal.SIGHUP)
+        assert server.process.wait(10) == 0
+
+
+def test_a_cleaned_up_folder_does_not_keep_the_engine_from_coming_back(tiny_model: Path, tmp_path: Path):
+    with running_server(tiny_model, *CACHE, env={"TMPDIR": str(tmp_path)}) as server, server.client() as http:
+        (folder,) = tmp_path.glob("pagetable-*")
+        shutil.rmtree(folder)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        server.wait_for("the engine has been restarted")
+        assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
+        assert len(list(folder.iterdir())) == 2
+
+
+def test_a_log_that_nobody_reads_holds_nobody_up(tiny_model: Path):
+    with running_server(tiny_model, *CACHE) as server, server.client() as http:
+        os.kill(server.process.pid, 0)
+        server.stop_reading()
+        for _ in range(1500):
+            assert http.post("/v1/completions", json={"prompt": ""}).status_code == 400

@@ -88,7 +88,7 @@ class SamplingParams:
             value = getattr(self, field.name)
             if value != field.default and not (value in ([], {}, ()) and field.default is None):
                 raise RequestError(
-                    f"{field.name}={value!r} is not supported yet; leave it at {field.default!r}", field.name
+                    f"{field.name}={str(value)[:80]} is not supported yet; leave it at {field.default!r}", field.name
                 )
 
     def _normalise_stops(self) -> None:

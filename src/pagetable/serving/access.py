@@ -60,10 +60,13 @@ class Access:
 
         ApiError 400 for a header that is no salt.
         """
-        given = request.headers.get(SALT_HEADER)
-        if given is not None:
-            if not given.strip() or len(given) > MAX_SALT:
-                raise ApiError(400, f"the header X-Cache-Salt must have 1 to {MAX_SALT} characters", param="cache_salt")
+        salts = request.headers.getlist(SALT_HEADER)
+        if salts:
+            given = salts[0]
+            if len(salts) > 1 or not given.strip() or len(given) > MAX_SALT:
+                raise ApiError(
+                    400, f"the header X-Cache-Salt stands once and has 1 to {MAX_SALT} characters", param="cache_salt"
+                )
             asked = given
         if not self._isolate:
             return asked

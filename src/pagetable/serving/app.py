@@ -86,7 +86,7 @@ def build_app(front: Front) -> FastAPI:
 def _add_generation(app: FastAPI, front: Front, access: Access) -> None:
     def answer(work: Generation[Any], stream: bool | None) -> Response:
         if stream:
-            return EventStream(work.chunks(), front.refuse, front.settings.stream_timeout)
+            return EventStream(work.chunks(), front.refuse)
         return WholeAnswer(work.whole(), front.refuse)
 
     streamed: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
@@ -169,6 +169,8 @@ def _add_operations(app: FastAPI, front: Front, access: Access) -> None:
         return Response()
 
     app.get("/health", response_class=Response)(health)
+    for path in ("/health", "/ping"):  # some load balancers ask so
+        app.head(path, response_class=Response, include_in_schema=False)(health)
     app.api_route("/ping", methods=["GET", "POST"], include_in_schema=False)(health)
 
     @app.get("/version")

@@ -14,6 +14,7 @@ import time
 from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
@@ -43,6 +44,10 @@ logger = logging.getLogger(__name__)
 MAX_BACK_OFF = 30.0  # seconds between two tries to restart
 STABLE_SECONDS = 60.0  # an engine that lived this long starts the back-off anew
 SHUTDOWN_SECONDS = 5.0  # then it is killed
+LOAD_SECONDS = 1800.0  # to load a model
+
+
+SHUTTING_DOWN = "the server is shutting down"
 
 
 class EngineStartError(Exception):
@@ -145,6 +150,7 @@ class EngineClient:
         self._call_ids = count()
         self._num_open = 0  # answers of all open streams
         self._last_sign = time.monotonic()
+        self._is_closing = False
         self._tasks: list[asyncio.Task[None]] = []
         self.ready: Ready | None = None  # None while there is no engine to talk to
 
@@ -152,9 +158,14 @@ class EngineClient:
 
     async def start(self) -> Ready:
         """Start the engine and wait until it is ready. EngineStartError if it cannot be."""
-        outbox = await self._spawn()
         try:
+            outbox = await self._spawn()
             ready = await self._wait_until_ready(outbox)
+        except zmq.ZMQError as error:
+            await self.close()
+            raise EngineStartError(
+                f"no sockets in {self._folder.name}: {error}; set TMPDIR to another folder"
+            ) from error
         except BaseException:
             await self.close()
             raise
@@ -166,7 +177,7 @@ class EngineClient:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.fail_all(EngineDeadError("the server is shutting down"))
+        self.refuse_all()
         process = self._process
         if process is not None and process.returncode is None:
             if self.ready is None:  # still loading: it would not listen
@@ -186,7 +197,11 @@ class EngineClient:
 
     async def _spawn(self) -> zmq.asyncio.Socket:
         """Start a process with sockets of its own; returns the one on which it reports."""
-        place = f"ipc://{self._folder.name}/{next(self._generation)}"
+        folder = Path(self._folder.name)
+        folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have cleaned up
+        for left in folder.iterdir():
+            left.unlink()
+        place = f"ipc://{folder}/{next(self._generation)}"
         config = msgspec.structs.replace(self._config, inbox=f"{place}.inbox", outbox=f"{place}.outbox")
         self._inbox = zmq.Context(self._context).socket(zmq.PUSH)  # the same context, but sending never waits
         outbox = self._context.socket(zmq.PULL)
@@ -215,7 +230,10 @@ class EngineClient:
         first = asyncio.ensure_future(outbox.recv())
         ended = asyncio.ensure_future(self._process.wait())
         try:
-            await asyncio.wait((first, ended), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((first, ended), timeout=LOAD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+            if not first.done() and not ended.done():
+                _kill(self._process)
+                raise EngineStartError(f"the engine was not ready after {LOAD_SECONDS:.0f} s")
             if not first.done():
                 await asyncio.wait((first,), timeout=1.0)  # its last word may still be on the way
             if not first.done():
@@ -280,7 +298,7 @@ class EngineClient:
         self._close_inbox()
         if self._observer is not None:
             self._observer.set_engine_up(False)
-        self.fail_all(EngineDeadError())
+        self._fail_all(EngineDeadError())
 
     def _close_inbox(self) -> None:
         if self._inbox is not None:
@@ -315,6 +333,8 @@ class EngineClient:
         """
         if self.ready is None:
             raise EngineDeadError
+        if self._is_closing:
+            raise EngineDeadError(SHUTTING_DOWN)
         stream = Stream(request_id, len(prompts) * params.n)
         limit = self.ready.max_num_seqs + self._max_queued_requests
         if self._num_open + stream.num_answers > limit:
@@ -399,8 +419,12 @@ class EngineClient:
             self._num_open -= stream.num_answers
         return stream
 
-    def fail_all(self, error: Exception) -> None:
-        """End every open stream with this error."""
+    def refuse_all(self) -> None:
+        """End every open stream, and let no new one begin: the server is shutting down."""
+        self._is_closing = True
+        self._fail_all(EngineDeadError(SHUTTING_DOWN))
+
+    def _fail_all(self, error: Exception) -> None:
         for request_id in list(self._streams):
             stream = self._forget(request_id)
             if stream is not None:

@@ -25,7 +25,7 @@ from pagetable.memory import Cleared
 from pagetable.outputs import Logprob
 from pagetable.request import Answer, Request
 from pagetable.serving.kv_events import KVEventPublisher
-from pagetable.serving.logs import configure_logging
+from pagetable.serving.logs import configure_logging, flush_logs
 from pagetable.serving.messages import (
     Abort,
     Delta,
@@ -240,6 +240,7 @@ def main() -> None:
     if publisher is not None:
         publisher.close()
     context.destroy(linger=1000)
+    flush_logs()
     os._exit(0)  # taking torch and Numba apart takes a second or two, and serves nobody
 
 

@@ -118,7 +118,11 @@ class Front:
         return await asyncio.get_running_loop().run_in_executor(self._threads, call)
 
     async def encode(self, text: str, *, param: str, add_special_tokens: bool) -> list[int]:
-        """Token ids of a text. ApiError for one that is no text, such as half a surrogate pair."""
+        """Token ids of a text. ApiError for one that is no text, such as half a surrogate pair, or far too long."""
+        # Twice as many, since a tokenizer may leave characters out. A text of megabytes would take seconds to refuse.
+        most = 2 * self.tokenizer.longest_token * self.ready.max_model_len
+        if len(text) > most:
+            raise too_long(self.ready, f"the prompt has {len(text)} characters, more than {most}", param)
         try:
             return await self.in_thread(self.tokenizer.encode, text, add_special_tokens)
         except (TypeError, ValueError) as error:
@@ -170,15 +174,7 @@ class Front:
         ready, longest = self.ready, max(map(len, job.prompts))
         cache_tokens = ready.num_blocks * ready.block_size
         if longest >= ready.max_model_len or longest > cache_tokens:
-            # Clients such as LiteLLM and LangChain know by the first words, not by the code, what is the matter.
-            words = f"the prompt is too long, this model's maximum context length is {ready.max_model_len} tokens"
-            cache = f" and the KV cache holds {cache_tokens}" if cache_tokens < ready.max_model_len else ""
-            raise ApiError(
-                400,
-                f"{words}{cache}: the prompt has {longest}, and the answer needs at least one",
-                param=job.param,
-                code="context_length_exceeded",
-            )
+            raise too_long(ready, f"the prompt has {longest}, and the answer needs at least one", job.param)
 
     def _note(self, record: RequestRecord, deltas: list[Delta], last_told: dict[int, float]) -> None:
         """Write down what has come, and when. Raises for an answer that the engine could not finish."""
@@ -217,3 +213,12 @@ class Front:
         if api_error.status == 500:
             logger.error("a request failed: %s", error, exc_info=error)
         return api_error
+
+
+def too_long(ready: Ready, why: str, param: str) -> ApiError:
+    """What is said to a prompt that does not fit."""
+    # Clients such as LiteLLM and LangChain know by the first words, not by the code, what is the matter.
+    words = f"the prompt is too long, this model's maximum context length is {ready.max_model_len} tokens"
+    cache_tokens = ready.num_blocks * ready.block_size
+    cache = f" and the KV cache holds {cache_tokens}" if cache_tokens < ready.max_model_len else ""
+    return ApiError(400, f"{words}{cache}: {why}", param=param, code="context_length_exceeded")

@@ -20,48 +20,99 @@ from pagetable.serving.generation import client_request_id
 MAX_HEAD_BYTES = 64 << 10  # request line and headers
 HEAD_SECONDS = 30.0  # to send them
 BODY_SECONDS = 60.0  # to send the body
+LINGER_SECONDS = 5.0  # for a client to notice that it is answered
+UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """uvicorn's HTTP protocol with a limit on the size of a request's head and on the time it takes to come."""
+    """uvicorn's HTTP protocol with bounds on what a client may send before, beside and after a request.
+
+    A head may have `MAX_HEAD_BYTES` and take `HEAD_SECONDS`; so may trailers, which are dropped. A client that takes
+    nothing of what is to be sent is cut off after one to two `stream_timeout`, one that goes on sending a request that
+    is answered already after `LINGER_SECONDS`.
+    """
+
+    stream_timeout = 60.0  # the server's settings go into a subclass
+    max_connections = 1 << 30
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """A client has connected."""
         super().connection_made(transport)
         self._head_bytes = 0
-        self._in_head = True
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+        self._in_head = self._in_message = True
+        self._unsent: int | None = None  # bytes to be sent at the last look, if none have been added since
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._close)
+        self._write_timer = self.loop.call_later(self.stream_timeout, self._look_at_unsent)
+        if len(self.connections) > self.max_connections:
+            transport.abort()  # the engine, too, needs file descriptors when it is restarted
 
     def connection_lost(self, exc: Exception | None) -> None:
         """It has gone."""
         self._head_timer.cancel()
+        self._write_timer.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         """Some bytes have come."""
+        if self._in_head:
+            # No other protocol is spoken here; the parser would take what follows for one. (Java asks for HTTP/2.)
+            head, end, rest = data.partition(b"\r\n\r\n")
+            data = UPGRADE.sub(b"\r\nX-Not-Upgraded:", head) + end + rest
         super().data_received(data)
-        if self._in_head and not self.transport.is_closing():
-            self._head_bytes += len(data)
-            if self._head_bytes > MAX_HEAD_BYTES:
-                self.send_400_response(f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+        if self._in_head:
+            self._count(len(data))
 
     def on_message_begin(self) -> None:
         """The first byte of a request, perhaps not of the first one."""
         super().on_message_begin()
-        self._in_head = True
+        self._in_head = self._in_message = True
         self._head_timer.cancel()
-        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._give_up)
+        self._head_timer = self.loop.call_later(HEAD_SECONDS, self._close)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """One line of a head, or of the trailers of a body in chunks."""
+        if self._in_head:
+            super().on_header(name, value)
+        else:
+            self._count(len(name) + len(value))
 
     def on_headers_complete(self) -> None:
         """The head is all there."""
         self._in_head = False
         self._head_bytes = 0
         self._head_timer.cancel()
-        # How a stream cuts off a client that reads nothing; a close would wait for it to read.
-        self.scope["extensions"] = {"pagetable.abort": self.transport.abort}  # type: ignore[dict-item]
         super().on_headers_complete()
 
-    def _give_up(self) -> None:
+    def on_message_complete(self) -> None:
+        """The request is all there."""
+        self._in_message = False
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        """The answer is written, perhaps before the request was read."""
+        if self._in_message:
+            self._head_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        super().on_response_complete()
+
+    def _count(self, num_bytes: int) -> None:
+        self._head_bytes += num_bytes
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            if self._in_head:
+                self.send_400_response(f"The request's head is larger than {MAX_HEAD_BYTES} bytes.")
+            else:
+                self.transport.abort()
+
+    def _look_at_unsent(self) -> None:
+        """Cut the client off if it has taken nothing since the last look."""
+        unsent = self.transport.get_write_buffer_size()
+        is_waiting = self.flow.write_paused or self.cycle is None or self.cycle.response_complete
+        if is_waiting and unsent and self._unsent is not None and unsent >= self._unsent:
+            self.transport.abort()
+            return
+        self._unsent = unsent if is_waiting and unsent else None
+        self._write_timer = self.loop.call_later(self.stream_timeout, self._look_at_unsent)
+
+    def _close(self) -> None:
         if not self.transport.is_closing():
             self.transport.close()
 
@@ -114,8 +165,15 @@ class Gate:
         if self._only_local and not self._is_local(headers.get("host", "localhost")):
             # A web page can give its own name this machine's address, and would be let in by the browser.
             raise ApiError(403, "this server answers to localhost only; give it an --api-key to use another name")
+        origin = headers.get("origin")
+        if self._only_local and origin is not None and not self._may_call(origin):
+            raise ApiError(403, "a page of another origin may not call this server; see --allowed-origins")
         if path_of(scope) not in OPEN_PATHS:
             scope["caller"] = self._access.caller(headers.get("authorization"))
+
+    def _may_call(self, origin: str) -> bool:
+        allowed = self._front.settings.allowed_origins
+        return "*" in allowed or origin in allowed or self._is_local(origin.partition("://")[2])
 
     def _is_local(self, host: str) -> bool:
         name = re.sub(r":\d*$", "", host).strip("[]").lower()

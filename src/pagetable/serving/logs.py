@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import logging.handlers
+import queue
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -14,6 +18,8 @@ import msgspec
 from pagetable.serving.record import RequestRecord
 
 logger = logging.getLogger("pagetable.request")
+
+MAX_WAITING = 10_000  # lines that are not written yet
 
 
 class JsonFormatter(logging.Formatter):
@@ -34,13 +40,35 @@ class JsonFormatter(logging.Formatter):
 
 def configure_logging(level: str, form: str) -> None:
     """All logs of this process to standard error, as `text` or `json`."""
-    handler = logging.StreamHandler(sys.stderr)
+    waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
+    handler = _Handler(waiting)
     if form == "json":
         handler.setFormatter(JsonFormatter())
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    writer = logging.handlers.QueueListener(waiting, logging.StreamHandler(sys.stderr))
+    writer.start()
+    atexit.register(flush_logs)
     warnings.showwarning = lambda message, category, *_: logging.getLogger("pagetable").warning("%s", message)
+
+
+class _Handler(logging.handlers.QueueHandler):
+    """Hands lines to the thread that writes them. If whoever reads them has stopped, lines are lost, not requests."""
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Add a line, unless too many wait."""
+        with suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+def flush_logs(seconds: float = 1.0) -> None:
+    """Wait until all lines are written, or for so long."""
+    end = time.monotonic() + seconds
+    for handler in logging.getLogger().handlers:
+        waiting = getattr(handler, "queue", None)
+        while isinstance(waiting, queue.Queue) and waiting.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.005)
 
 
 def log_request(record: RequestRecord, prompts: Sequence[Any] | None) -> None:

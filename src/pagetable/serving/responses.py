@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from pagetable.serving.errors import ApiError, json_response
 
@@ -47,23 +47,17 @@ class EventStream(Response):
     """Server-sent events: the given chunks, then [DONE].
 
     Nothing is sent before the first chunk is there, so that what fails until then has a status of its own; what fails
-    later is the last event. A client that takes nothing for `timeout` seconds is dropped.
+    later is the last event.
     """
 
-    def __init__(self, chunks: AsyncGenerator[bytes, None], refuse: Refuse, timeout: float) -> None:
+    def __init__(self, chunks: AsyncGenerator[bytes, None], refuse: Refuse) -> None:
         super().__init__()
         self._chunks = chunks
         self._refuse = refuse
-        self._timeout = timeout
-        self._sending_since: float | None = None  # by the loop's clock, while a chunk is not taken
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream to the end, or until the client goes."""
-        watching = asyncio.ensure_future(self._drop_if_stuck(scope))
-        try:
-            await _while_connected(receive, self._stream(scope, receive, send))
-        finally:
-            watching.cancel()
+        await _while_connected(receive, self._stream(scope, receive, send))
 
     async def _stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         started = False
@@ -72,30 +66,17 @@ class EventStream(Response):
                 if not started:
                     started = True
                     await send(_START)
-                await self._send(send, chunk)
-            await self._send(send, DONE)
+                await send(_body(chunk))
+            await send(_body(DONE))
         except Exception as error:
             refused = self._refuse(error)
             if not started:
                 await refused.response()(scope, receive, send)
                 return
-            await self._send(send, event(refused.body) + DONE)
+            await send(_body(event(refused.body) + DONE))
         finally:
             await self._chunks.aclose()  # ends the request, if it has not ended
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _send(self, send: Send, chunk: bytes) -> None:
-        self._sending_since = asyncio.get_running_loop().time()
-        await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        self._sending_since = None
-
-    async def _drop_if_stuck(self, scope: Scope) -> None:
-        """Cut off a client that takes nothing, not even the end of the connection. (A timeout a chunk costs more.)"""
-        loop = asyncio.get_running_loop()
-        while True:
-            await asyncio.sleep(self._timeout / 4)
-            if self._sending_since is not None and loop.time() - self._sending_since > self._timeout:
-                scope["extensions"]["pagetable.abort"]()
 
 
 _START = {
@@ -107,6 +88,10 @@ _START = {
         (b"x-accel-buffering", b"no"),  # a proxy is to hand each event on
     ],
 }
+
+
+def _body(chunk: bytes) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": True}
 
 
 async def _while_connected(receive: Receive, work: Awaitable[None]) -> None:

@@ -20,8 +20,10 @@ _FIRST_FAULT = Field(fail_fast=True)
 
 Text = Annotated[str, Field(max_length=1 << 24)]  # a str with a limit may not hold half of a surrogate pair
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
-TokenIds = Annotated[list[TokenId], _FIRST_FAULT]
+TokenIds = Annotated[list[TokenId], _FIRST_FAULT, Field(max_length=1 << 20)]
 JsonObjects = Annotated[list[dict[str, Any]], _FIRST_FAULT]
+
+_MAX_PROMPTS = Field(max_length=4096)
 
 # Only announced in the API's description: who breaks these is told by the code behind, which has better words.
 _NOT_EMPTY = Field(json_schema_extra={"minItems": 1})
@@ -77,7 +79,7 @@ class GenerationRequest(_Body):
     min_p: float | None = Field(None, ge=0, le=1)
     min_tokens: int = Field(0, ge=0, le=MAX_INT32, description="No end token before this many.")
     ignore_eos: bool = False
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     cache_salt: str | None = Field(
@@ -105,9 +107,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: (
         Text
-        | Annotated[list[str], _FIRST_FAULT, _NOT_EMPTY]
-        | Annotated[list[TokenId], _FIRST_FAULT, _NOT_EMPTY]
-        | Annotated[list[Annotated[list[TokenId], _FIRST_FAULT, _NOT_EMPTY]], _FIRST_FAULT, _NOT_EMPTY]
+        | Annotated[list[str], _FIRST_FAULT, _NOT_EMPTY, _MAX_PROMPTS]
+        | Annotated[TokenIds, _NOT_EMPTY]
+        | Annotated[list[Annotated[TokenIds, _NOT_EMPTY]], _FIRST_FAULT, _NOT_EMPTY, _MAX_PROMPTS]
     ) = Field(description="A text, token ids, or a list of either.")
     max_tokens: int | None = Field(16, ge=0, le=MAX_INT32, description="0 only together with echo.")
     logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS, description="Alternatives to report at each token.")
@@ -127,7 +129,7 @@ class ConversationMessage(BaseModel):
     content: str | JsonObjects | None = Field(None, description="A text, or parts of type `text`.")
 
 
-Messages = Annotated[list[ConversationMessage], _FIRST_FAULT, Field(min_length=1)]
+Messages = Annotated[list[ConversationMessage], _FIRST_FAULT, Field(min_length=1, max_length=10_000)]
 
 
 class ResponseFormat(_Body):

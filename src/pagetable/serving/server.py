@@ -18,7 +18,7 @@ from uvicorn.config import Config
 
 from pagetable.checkpoint import open_checkpoint
 from pagetable.serving.app import build_app
-from pagetable.serving.engine_client import EngineClient, EngineDeadError, EngineStartError
+from pagetable.serving.engine_client import EngineClient, EngineStartError
 from pagetable.serving.front import Front
 from pagetable.serving.gate import BoundedHttp
 from pagetable.serving.kv_events import KVEventsConfig
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SPARE_DESCRIPTORS = 40  # for the engine's sockets and pipes
 LAG_SECONDS = 0.1  # how often the event loop's lag is measured
 PARTING_SECONDS = 5.0  # for the last errors to reach their clients, when a drain is cut short
 
@@ -74,13 +75,14 @@ class _Server:
             observer=self._metrics,
         )
         self._front = Front(settings, tokenizer, self._engine, self._metrics, self._tracer)
+        self._http: _Uvicorn | None = None
         self._stopping = asyncio.Event()
 
     async def run(self) -> None:
         """Start, serve, drain, end."""
         app = build_app(self._front)  # before the engine: wrong keys or templates need not wait for it
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._stop)
         try:
             starting = asyncio.ensure_future(self._engine.start())
@@ -101,10 +103,10 @@ class _Server:
 
     async def _serve(self, app: object, ready: Ready) -> None:
         settings = self._settings
-        server = _Uvicorn(
+        server = self._http = _Uvicorn(
             Config(
                 app,  # type: ignore[arg-type]
-                http=BoundedHttp,
+                http=_http_protocol(settings),
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -143,7 +145,9 @@ class _Server:
 
     def _stop(self) -> None:
         if self._stopping.is_set():  # asked twice: without waiting for anybody
-            self._engine.fail_all(EngineDeadError("the server is shutting down"))
+            self._engine.refuse_all()
+            if self._http is not None:
+                self._http.force_exit = True
         self._stopping.set()
 
     async def _drain(self, serving: asyncio.Future[None]) -> None:
@@ -152,8 +156,7 @@ class _Server:
             seconds = self._settings.shutdown_timeout
             logger.warning("stopping: %d answers are given %.0f s to end", self._engine.num_open, seconds)
         await asyncio.wait((serving,), timeout=self._settings.shutdown_timeout)
-        if not serving.done():
-            self._engine.fail_all(EngineDeadError("the server is shutting down"))
+        self._engine.refuse_all()
         await serving
 
     async def _measure_lag(self) -> None:
@@ -178,6 +181,13 @@ def _kv_events(settings: ServerSettings) -> KVEventsConfig | None:
         return None
     config = KVEventsConfig.parse(settings.kv_events_config)
     return config if config.publishes else None
+
+
+def _http_protocol(settings: ServerSettings) -> type[BoundedHttp]:
+    """The protocol with the bounds of these settings, and of the file descriptors that this process may open."""
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    bounds = {"stream_timeout": settings.stream_timeout, "max_connections": max(8, descriptors - SPARE_DESCRIPTORS)}
+    return type("Http", (BoundedHttp,), bounds)
 
 
 def _allow_many_connections() -> None:

@@ -54,6 +54,11 @@ class Tokenizer:
         """The default chat template, as Jinja source; None when the model has none."""
         return self.chat_templates.get("default")
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token of the vocabulary: a text of so many times n has more than n tokens."""
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`. With `add_special_tokens`, what the model declares is added (most often a begin token).
 
