@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from pagetable.serving.access import OPEN_PATHS, Access
+from pagetable.serving.engine_client import SHUTTING_DOWN, EngineDeadError
 from pagetable.serving.errors import ApiError
 from pagetable.serving.front import Front
 from pagetable.serving.generation import client_request_id
@@ -145,6 +146,11 @@ class Gate:
             await self._app(scope, receive, watched)
         except ClientGoneError:
             return
+        except asyncio.CancelledError:
+            if watched.status is not None:
+                raise
+            # The server cannot wait any longer for the rest of this request.
+            await self._front.refuse(EngineDeadError(SHUTTING_DOWN)).response()(scope, receive, watched)
         except Exception as error:
             refused = self._front.refuse(error)
             self._front.note_refusal(path_of(scope), error)
