@@ -5,8 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import logging.handlers
+import os
 import queue
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -47,8 +49,7 @@ def configure_logging(level: str, form: str) -> None:
     else:
         handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    writer = logging.handlers.QueueListener(waiting, logging.StreamHandler(sys.stderr))
-    writer.start()
+    threading.Thread(target=_write, args=(waiting,), name="logs", daemon=True).start()
     atexit.register(flush_logs)
     warnings.showwarning = lambda message, category, *_: logging.getLogger("pagetable").warning("%s", message)
 
@@ -60,6 +61,15 @@ class _Handler(logging.handlers.QueueHandler):
         """Add a line, unless too many wait."""
         with suppress(queue.Full):
             self.queue.put_nowait(record)
+
+
+def _write(waiting: queue.Queue[logging.LogRecord]) -> None:
+    """Write what comes, for ever. Past `sys.stderr`, whose lock must not be held when the process ends."""
+    while True:
+        line = waiting.get().getMessage() + "\n"
+        with suppress(OSError):  # whoever read it has gone
+            os.write(sys.stderr.fileno(), line.encode(errors="backslashreplace"))
+        waiting.task_done()
 
 
 def flush_logs(seconds: float = 1.0) -> None:
