@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -227,3 +228,13 @@ def test_a_log_that_nobody_reads_holds_nobody_up(tiny_model: Path):
         server.stop_reading()
         for _ in range(1500):
             assert http.post("/v1/completions", json={"prompt": ""}).status_code == 400
+
+
+def test_an_engine_that_hangs_is_found_out_by_clients_that_give_up_early(tiny_model: Path):
+    with running_server(tiny_model, "--engine-timeout", "2", *CACHE) as server, server.client() as http:
+        os.kill(server.engine_pid(), signal.SIGSTOP)
+        began = time.monotonic()
+        while server.metric("pagetable:engine_restarts_total") == 0:
+            assert time.monotonic() - began < 30, "nobody noticed"
+            with suppress(httpx.TimeoutException):
+                http.post("/v1/completions", json={"prompt": "x", "max_tokens": 1}, timeout=0.3)

@@ -24,6 +24,7 @@ import zmq.asyncio
 
 from pagetable.engine import RequestError, SamplingParams
 from pagetable.serving.messages import (
+    IDLE_REPORT_SECONDS,
     Abort,
     Delta,
     Done,
@@ -307,9 +308,14 @@ class EngineClient:
 
     async def _watch(self) -> None:
         """Kill an engine that has work and shows no sign of life: its death is dealt with like any other."""
+        pause = min(1.0, self._timeout / 4)
         while True:
-            await asyncio.sleep(min(1.0, self._timeout / 4))
-            silent = time.monotonic() - self._last_sign
+            before = time.monotonic()
+            await asyncio.sleep(pause)
+            now = time.monotonic()
+            if now - before > 2 * pause:  # we stood still ourselves: what the engine has said meanwhile is unread yet
+                self._last_sign = now
+            silent = now - self._last_sign - IDLE_REPORT_SECONDS  # so old its last word may be when work comes
             if (self._streams or self._calls) and self.ready is not None and silent > self._timeout:
                 assert self._process is not None
                 logger.error("the engine has shown no sign of life for %.0f s and is killed", silent)
@@ -342,8 +348,6 @@ class EngineClient:
                 f"{self._num_open} answers are running or waiting and {stream.num_answers} more are asked for, "
                 f"{limit} are allowed; try again later"
             )
-        if not self._streams:
-            self._last_sign = time.monotonic()
         data = [np.asarray(prompt, np.dtype("<i4")).tobytes() for prompt in prompts]
         self._send(Submit(request_id, data, params, cache_salt, priority))
         self._streams[request_id] = stream
@@ -362,8 +366,6 @@ class EngineClient:
             raise EngineDeadError
         call_id = next(self._call_ids)
         call = asyncio.get_running_loop().create_future()
-        if not self._streams:
-            self._last_sign = time.monotonic()
         self._calls[call_id] = call
         try:
             self._send(ResetPrefixCache(call_id))

@@ -27,6 +27,7 @@ from pagetable.request import Answer, Request
 from pagetable.serving.kv_events import KVEventPublisher
 from pagetable.serving.logs import configure_logging, flush_logs
 from pagetable.serving.messages import (
+    IDLE_REPORT_SECONDS,
     Abort,
     Delta,
     Done,
@@ -49,8 +50,6 @@ if TYPE_CHECKING:
     from pagetable.llm import LLM
 
 logger = logging.getLogger(__name__)
-
-IDLE_REPORT_SECONDS = 1.0  # an engine with nothing to do says so this often
 
 
 class EngineProcess:

@@ -93,6 +93,8 @@ class BoundedHttp(HttpToolsProtocol):
         """The answer is written, perhaps before the request was read."""
         if self._in_message:
             self._head_timer = self.loop.call_later(LINGER_SECONDS, self.transport.abort)
+        elif not self.pipeline and not self._in_head:  # an empty line stops uvicorn's own timer for idle connections
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self._close)
         super().on_response_complete()
 
     def _count(self, num_bytes: int) -> None:

@@ -26,6 +26,9 @@ class EngineConfig(msgspec.Struct):
     outbox: str = ""
 
 
+IDLE_REPORT_SECONDS = 1.0  # an engine with nothing to do says so this often
+
+
 class Message(msgspec.Struct, tag=True, array_like=True, gc=False):
     """Common to all: on the wire an array whose first item says which one it is."""
 
