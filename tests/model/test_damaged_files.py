@@ -80,7 +80,8 @@ def test_bit_flips_in_gguf_files(gguf_bytes: bytes, tmp_path: Path, rng: random.
 @pytest.mark.parametrize("pattern", ["*.safetensors", "*.index.json", "config.json"])
 def test_damaged_folders(hf_folder: Path, tmp_path: Path, rng: random.Random, pattern: str, damage: str) -> None:
     ways: dict[str, Callable[[bytes], bytes]] = {
-        "cut": lambda content: content[: rng.randrange(len(content))],
+        # Not just the line break at the end of JSON: what is left without it is whole.
+        "cut": lambda content: content[: rng.randrange(len(content.rstrip()))],
         "flip": lambda content: flip(content, rng, min(len(content), rng.choice((64, 1200, len(content))))),
     }
     for number in range(ROUNDS // 3):

@@ -10,7 +10,7 @@ from schemathesis.generation.modes import GenerationMode
 BEYOND_SCHEMAS = re.compile(
     r"top_logprobs needs logprobs|stream_options is allowed together with stream|min_tokens=\d+ is more than max_tokens"
     r"|max_tokens=0: it must be at least 1, unless echo|best_of=-?\d+ is not supported|stop has \d+ texts"
-    r"|the prompt is too long|priority=-?\d+: this server answers in the order"
+    r"|\d+ prompts with n=\d+ ask for|the prompt is too long|priority=-?\d+: this server answers in the order"
     r"|has no tokens|is not in the vocabulary|give either prompt or messages"
     r"|the chat template adds special tokens already|chat_template_kwargs may not set|messages\[\d+\]"
     r"|seed=-?92233720368547\d+: "  # an OpenAPI description's limits are floating-point numbers

@@ -169,7 +169,8 @@ def test_a_client_that_reads_nothing_is_dropped(tiny_model: Path):
         with socket.create_connection((address.host, address.port)) as connection:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             connection.sendall(head.encode() + body)
-            while server.metric("vllm:request_success_total", finished_reason="abort") == 0:
+            # It ends as an abort, or, if the engine was done by then, as if all had been read. Else it never ends.
+            while server.metric("vllm:request_success_total") == 0:
                 time.sleep(0.1)  # the test's own time limit ends this
             server.wait_until_idle()
 
