@@ -20,7 +20,7 @@ from tests.serving.running import RunningServer, running_server
 
 pytest.importorskip("schemathesis", reason="schemathesis is not installed")
 
-EXAMPLES = int(os.environ.get("EXAMPLES", "100"))  # of each operation
+EXAMPLES = int(os.environ.get("EXAMPLES", "40"))  # of each operation
 SEED = 1
 HOOKS = "tests.serving.schemathesis_hooks"
 
