@@ -167,7 +167,7 @@ def serve_echo(model: str) -> None:
     from pagetable.serving.engine_client import EngineClient, Stream
     from pagetable.serving.front import Front
     from pagetable.serving.gate import BoundedHttp
-    from pagetable.serving.messages import Delta, Ready
+    from pagetable.serving.messages import Delta, EngineConfig, Ready
     from pagetable.serving.metrics import ServerMetrics
     from pagetable.serving.settings import ServerSettings
     from pagetable.text import load_tokenizer
@@ -192,8 +192,8 @@ def serve_echo(model: str) -> None:
                     stream.put(Delta(stream.request_id, index, tokenizer.token_text(token), [token], None, reason))
 
     async def run() -> None:
-        echo = Echo({})
-        echo.ready = Ready("an echo", "cpu", "float32", 1, 16, 2048, 1024, tokenizer.vocab_size)
+        echo = Echo(EngineConfig({}))
+        echo.ready = Ready("an echo", num_blocks=1024, block_size=16, max_model_len=2048, max_num_seqs=1024)
         app = build_app(Front(settings, tokenizer, echo, ServerMetrics("echo")))
         config = uvicorn.Config(app, port=0, http=BoundedHttp, ws="none", lifespan="off", log_level="warning")
         http = uvicorn.Server(config)

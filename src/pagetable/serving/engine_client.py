@@ -46,8 +46,6 @@ MAX_BACK_OFF = 30.0  # seconds between two tries to restart
 STABLE_SECONDS = 60.0  # an engine that lived this long starts the back-off anew
 SHUTDOWN_SECONDS = 5.0  # then it is killed
 LOAD_SECONDS = 1800.0  # to load a model
-
-
 SHUTTING_DOWN = "the server is shutting down"
 
 
