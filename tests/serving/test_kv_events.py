@@ -299,8 +299,7 @@ def wait_until_live(publisher: KVEventPublisher, manager: BlockManager, client: 
         publisher.flush()
 
 
-def test_a_gap_is_closed_by_replay(publish, join):
-    publisher = publish()
+def ten_batches_of_which_seven_are_lost(publisher: KVEventPublisher, join: Callable[..., Client]) -> Client:
     client = join(publisher)
     wait_until_subscribed(publisher, client)
     for i in range(10):
@@ -308,6 +307,12 @@ def test_a_gap_is_closed_by_replay(publish, join):
         publisher.flush()
     for _ in range(7):
         client.sub.recv_multipart()  # lost
+    return client
+
+
+def test_a_gap_is_closed_by_replay(publish, join):
+    publisher = publish()
+    client = ten_batches_of_which_seven_are_lost(publisher, join)
     while len(client.registered) < 10:
         assert client.receive()
     assert client.num_snapshots == 0
@@ -315,13 +320,7 @@ def test_a_gap_is_closed_by_replay(publish, join):
 
 def test_a_gap_older_than_the_buffer_is_closed_by_a_snapshot(publish, join):
     publisher = publish(buffer_steps=3)
-    client = join(publisher)
-    wait_until_subscribed(publisher, client)
-    for i in range(10):
-        publisher(stored(i))
-        publisher.flush()
-    for _ in range(7):
-        client.sub.recv_multipart()  # lost
+    client = ten_batches_of_which_seven_are_lost(publisher, join)
     while client.receive(timeout=1.0) and client.last_live < client.sequence:
         pass
     assert set(client.registered) == set(range(10))
