@@ -103,7 +103,7 @@ class Answer:
     def read(self) -> bool:
         """Turn new tokens into text. True when a stop string ended the answer: the sequence has to be finished then."""
         seq = self.seq
-        new = seq.token_ids[seq.num_prompt_tokens + self.num_read :].tolist()
+        new = self._tokens_from(self.num_read)
         self.num_read += len(new)
         if self._logprobs is not None:
             entries = seq.logprobs[len(self._logprobs) :]
@@ -152,7 +152,7 @@ class Answer:
         return CompletionOutput(
             index=self.index,
             text=new_text,
-            token_ids=self.seq.token_ids[self.seq.num_prompt_tokens + begin :].tolist(),
+            token_ids=self._tokens_from(begin),
             logprobs=None if self._logprobs is None else self._logprobs[begin : self.num_told],
             finish_reason=self.seq.finish_reason and str(self.seq.finish_reason),
             stop_reason=self.seq.stop_reason,
@@ -160,6 +160,11 @@ class Answer:
             error=self.error,
             seq_id=self.seq.seq_id,
         )
+
+    def _tokens_from(self, begin: int) -> list[int]:
+        """The output tokens but for the first `begin`."""
+        tokens: list[int] = self.seq.token_ids.view(self.seq.num_prompt_tokens + begin, self.seq.num_tokens).tolist()
+        return tokens
 
     def _take_news(self) -> tuple[str, int]:
         """The text since the last output, and how many tokens had been reported by then."""

@@ -204,7 +204,8 @@ def serve(**options: Any) -> None:
     )
     data = Data(**{name: options[name] for name in Data.__dataclass_fields__})
     try:
-        target, run = asyncio.run(_measure(options, data))
+        with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+            target, run = runner.run(_measure(options, data))
     except (ValueError, OSError) as error:
         raise click.ClickException(str(error)) from None
     result = {**_settings(options, target), **load_report.summarise(run, report)}
@@ -213,6 +214,16 @@ def serve(**options: Any) -> None:
         options["save_result"].write_text(_as_json(result, run, options) + "\n")
     if result["failed"] and not options["allow_failures"]:
         sys.exit(1)
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where there is one: a client that shares its machine with the server is to take little of it."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
 
 
 def _check(options: dict[str, Any]) -> None:

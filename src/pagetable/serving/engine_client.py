@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 import zmq
-import zmq.asyncio
 
 from pagetable.engine import RequestError, SamplingParams
 from pagetable.serving.messages import (
@@ -137,13 +136,15 @@ class EngineClient:
         self._max_queued_requests = max_queued_requests
         self._timeout = timeout
         self._observer = observer
-        self._context = zmq.asyncio.Context()
+        self._context = zmq.Context()
         self._folder = tempfile.TemporaryDirectory(prefix="pagetable-")  # readable by this user only
         self._generation = count()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(ToFront)
         self._process: asyncio.subprocess.Process | None = None
         self._inbox: zmq.Socket[bytes] | None = None  # of the engine: we push
+        self._reading: asyncio.Task[None] | None = None  # of what the engine pushes to us
+        self._first: asyncio.Future[Ready | Failed]  # what the process says when it has loaded
         self._streams: dict[str, Stream] = {}
         self._calls: dict[int, asyncio.Future[None]] = {}
         self._call_ids = count()
@@ -158,8 +159,7 @@ class EngineClient:
     async def start(self) -> Ready:
         """Start the engine and wait until it is ready. EngineStartError if it cannot be."""
         try:
-            outbox = await self._spawn()
-            ready = await self._wait_until_ready(outbox)
+            ready = await self._spawn()
         except zmq.ZMQError as error:
             await self.close()
             raise EngineStartError(
@@ -168,7 +168,7 @@ class EngineClient:
         except BaseException:
             await self.close()
             raise
-        self._tasks = [asyncio.create_task(self._supervise(outbox)), asyncio.create_task(self._watch())]
+        self._tasks = [asyncio.create_task(self._supervise()), asyncio.create_task(self._watch())]
         return ready
 
     async def close(self) -> None:
@@ -190,30 +190,32 @@ class EngineClient:
                 _kill(process)
                 await process.wait()
         self.ready = None
-        self._close_inbox()  # a plain socket, which the context of the others does not know
+        self._close_sockets()
+        if self._reading is not None:
+            await asyncio.wait((self._reading,))
         self._context.destroy(linger=0)
         self._folder.cleanup()
 
-    async def _spawn(self) -> zmq.asyncio.Socket:
-        """Start a process with sockets of its own; returns the one on which it reports."""
+    async def _spawn(self) -> Ready:
+        """Start a process with sockets of its own, and wait until it is ready. EngineStartError if it cannot be."""
         folder = Path(self._folder.name)
         folder.mkdir(mode=0o700, exist_ok=True)  # somebody may have cleaned up
         for left in folder.iterdir():
             left.unlink()
         place = f"ipc://{folder}/{next(self._generation)}"
         config = msgspec.structs.replace(self._config, inbox=f"{place}.inbox", outbox=f"{place}.outbox")
-        self._inbox = zmq.Context(self._context).socket(zmq.PUSH)  # the same context, but sending never waits
-        outbox = self._context.socket(zmq.PULL)
         try:
+            self._inbox, outbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
             for socket, address in ((self._inbox, config.inbox), (outbox, config.outbox)):
                 socket.set_hwm(0)
                 socket.bind(address)
+            self._first = asyncio.get_running_loop().create_future()
+            self._reading = asyncio.create_task(self._read(outbox))
             await self._start_process(msgspec.msgpack.encode(config))
+            return await self._wait_until_ready()
         except BaseException:
-            self._close_inbox()
-            outbox.close(linger=0)
+            self._close_sockets()
             raise
-        return outbox
 
     async def _start_process(self, config: bytes) -> None:
         self._process = await asyncio.create_subprocess_exec(
@@ -224,10 +226,30 @@ class EngineClient:
             self._process.stdin.write(len(config).to_bytes(4, "big") + config)
             await self._process.stdin.drain()
 
-    async def _wait_until_ready(self, outbox: zmq.asyncio.Socket) -> Ready:
+    async def _read(self, outbox: zmq.Socket[bytes]) -> None:
+        """Take what the engine sends. Between two messages the streams get their turn."""
+        arrived, descriptor = asyncio.Event(), outbox.fileno()
+        asyncio.get_running_loop().add_reader(descriptor, arrived.set)
+        try:
+            while True:
+                try:
+                    data = outbox.recv(zmq.DONTWAIT)
+                except zmq.Again:  # only then does its descriptor tell of the next
+                    arrived.clear()
+                    await arrived.wait()
+                    continue
+                try:
+                    self._take(self._decoder.decode(data))
+                except Exception:  # one message must not end all streams
+                    logger.exception("a message of the engine could not be handled")
+                await asyncio.sleep(0)
+        finally:
+            asyncio.get_running_loop().remove_reader(descriptor)
+            outbox.close(linger=0)
+
+    async def _wait_until_ready(self) -> Ready:
         assert self._process is not None
-        first = asyncio.ensure_future(outbox.recv())
-        ended = asyncio.ensure_future(self._process.wait())
+        first, ended = self._first, asyncio.ensure_future(self._process.wait())
         try:
             await asyncio.wait((first, ended), timeout=LOAD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not first.done() and not ended.done():
@@ -237,69 +259,50 @@ class EngineClient:
                 await asyncio.wait((first,), timeout=1.0)  # its last word may still be on the way
             if not first.done():
                 raise EngineStartError(f"the engine process ended with status {ended.result()} before it was ready")
-            message = self._decoder.decode(first.result())
+            message = first.result()
         finally:
-            first.cancel()
             ended.cancel()
         if isinstance(message, Failed):
             raise EngineStartError(message.reason)
-        assert isinstance(message, Ready)
         self._last_sign = time.monotonic()
         self.ready = message
         if self._observer is not None:
             self._observer.set_engine_up(True)
         return message
 
-    async def _supervise(self, outbox: zmq.asyncio.Socket) -> None:
-        """Deal out the reports of one engine process after another."""
+    async def _supervise(self) -> None:
+        """Wait for the end of one engine process after another, and start the next."""
         back_off = 0.5
         while True:
+            assert self._process is not None
             began = time.monotonic()
-            await self._read_until_it_ends(outbox)
+            await self._process.wait()
             self._note_death()
-            outbox.close(linger=0)
             if time.monotonic() - began > STABLE_SECONDS:
                 back_off = 0.5
             while self.ready is None:
                 await asyncio.sleep(back_off)
                 back_off = min(2 * back_off, MAX_BACK_OFF)
                 try:
-                    outbox = await self._spawn()
-                    await self._wait_until_ready(outbox)
+                    await self._spawn()
                 except Exception as error:  # whatever it is, the next try may succeed
                     logger.error("the engine could not be restarted, next try in %.1f s: %r", back_off, error)
-                    self._close_inbox()
-                    outbox.close(linger=0)
             logger.warning("the engine has been restarted")
             if self._observer is not None:
                 self._observer.engine_restarted()
-
-    async def _read_until_it_ends(self, outbox: zmq.asyncio.Socket) -> None:
-        assert self._process is not None
-        reading = asyncio.ensure_future(self._read(outbox))
-        try:
-            await self._process.wait()
-        finally:
-            reading.cancel()
-
-    async def _read(self, outbox: zmq.asyncio.Socket) -> None:
-        while True:
-            data = await outbox.recv()
-            try:
-                self._take(self._decoder.decode(data))
-            except Exception:  # one message must not end all streams
-                logger.exception("a message of the engine could not be handled")
 
     def _note_death(self) -> None:
         assert self._process is not None
         logger.error("the engine process has ended with status %s", self._process.returncode)
         self.ready = None
-        self._close_inbox()
+        self._close_sockets()
         if self._observer is not None:
             self._observer.set_engine_up(False)
         self._fail_all(EngineDeadError())
 
-    def _close_inbox(self) -> None:
+    def _close_sockets(self) -> None:
+        if self._reading is not None:
+            self._reading.cancel()
         if self._inbox is not None:
             self._inbox.close(linger=0)
             self._inbox = None
@@ -397,6 +400,8 @@ class EngineClient:
                 call = self._calls.get(message.call_id)
                 if call is not None and not call.done():
                     call.set_result(None)
+            case Ready() | Failed():
+                self._first.set_result(message)
 
     def _deliver(self, delta: Delta) -> None:
         stream = self._streams.get(delta.request_id)

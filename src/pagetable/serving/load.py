@@ -187,16 +187,24 @@ class _Load:
             record.ended = self._now()
 
     async def _read(self, response: aiohttp.ClientResponse, record: Measurement) -> None:
-        events = EventParser()
-        async for chunk in response.content.iter_any():
-            now = self._now()
-            for data in events.feed(chunk):
-                record.take(data, now)
-        for data in events.feed(b"\n\n"):  # some servers leave out the empty line after the last event
-            record.take(data, self._now())
+        """Note what comes and when. What it says is found out afterwards: that would delay the reading of others."""
+        reads: list[tuple[float, bytes]] = []
+        try:
+            async for chunk in response.content.iter_any():
+                reads.append((self._now(), chunk))
+        finally:
+            self._understand(reads, record)
         if not record.is_done:
             raise RequestFailure("cut stream", "the stream ended with neither a finish reason nor [DONE]")
         record.ended = record.ended or self._now()
+
+    def _understand(self, reads: list[tuple[float, bytes]], record: Measurement) -> None:
+        events = EventParser()
+        for moment, chunk in reads:
+            for data in events.feed(chunk):
+                record.take(data, moment)
+        for data in events.feed(b"\n\n"):  # some servers leave out the empty line after the last event
+            record.take(data, self._now())
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
