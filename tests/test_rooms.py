@@ -16,6 +16,7 @@ ARROWS = {
     "checkpoint": set(),
     "model": {"engine.step", "checkpoint"},
     "text": {"checkpoint"},
+    "replay": {"engine", "memory", "text", "checkpoint"},
     "outputs": set(),
     "prompts": {"engine", "text"},
     "request": {"engine", "outputs", "text"},
@@ -36,9 +37,9 @@ ARROWS = {
     "serving": {"", "checkpoint", "engine", "llm", "memory", "outputs", "request", "text"},
     "info": {"checkpoint", "memory", "model", "text"},
     "demo": {"engine", "llm", "memory", "outputs"},
-    "cli": {"", "engine", "llm", "outputs", "demo", "info", "serving"},
+    "cli": {"", "engine", "llm", "outputs", "demo", "info", "replay", "serving"},
 }
-WITHOUT_TORCH = ("memory", "engine", "checkpoint", "text")
+WITHOUT_TORCH = ("memory", "engine", "checkpoint", "text", "replay")
 ONLY_IN_MEMORY = {"numpy", "xxhash"}  # beside the standard library
 
 

@@ -16,7 +16,8 @@ from pagetable.memory.events import (
     Removed,
     Stored,
 )
-from pagetable.memory.free_queue import EVICTION_POLICIES, EvictionPolicy, FreeQueue
+from pagetable.memory.eviction import EvictionPolicy
+from pagetable.memory.free_queue import EVICTION_POLICIES, FreeQueue
 from pagetable.memory.invariants import InvariantError
 from pagetable.memory.prefix import encode_root
 from pagetable.memory.statistics import CacheStats

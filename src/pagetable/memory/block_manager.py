@@ -138,6 +138,8 @@ class BlockManager:
         self._live[id(seq)] = seq
         for block_id in hits:  # before any fresh block is taken, so that no hit is evicted
             self._use(self.blocks[block_id])
+        self.free_block_ids.cached.access(hits[chain.num_accessed :])
+        chain.num_accessed = max(chain.num_accessed, num_cached_blocks)
         fresh = [self._take() for _ in range(num_fresh)]
         seq.block_table.extend(hits)
         seq.block_table.extend(fresh)
@@ -224,6 +226,8 @@ class BlockManager:
         owner_id = self.hash_to_block_id.setdefault(hash, block.block_id)
         if owner_id == block.block_id:
             block.register(hash, content, parent)
+            self.free_block_ids.cached.register(block.block_id, hash, table[i - 1] if i else None)
+            chain.num_accessed = max(chain.num_accessed, i + 1)
             if self._sink is not None:
                 parent_hash = chain.hashes[i - 1] if i else None
                 self._tell(events.Stored(block.block_id, hash, parent_hash, tuple(block.token_ids)))
@@ -232,6 +236,9 @@ class BlockManager:
         if owner.content != content or owner.parent != parent:
             return False
         self._use(owner)
+        if i >= chain.num_accessed:
+            chain.num_accessed = i + 1
+            self.free_block_ids.cached.access((owner_id,))
         table[i] = owner_id
         self._release(seq, [block.block_id])
         return True
@@ -270,8 +277,8 @@ class BlockManager:
             self.blocks[block_id].unregister()
         self.hash_to_block_id.clear()
         self._in_flight.clear()
-        while len(self.free_block_ids.cached):
-            self.free_block_ids.empty.append(self.free_block_ids.cached.pop())
+        self.free_block_ids.empty.extend(self.free_block_ids.cached)
+        self.free_block_ids.cached.clear()
         if self._sink is not None:
             self._tell(events.Cleared())
 

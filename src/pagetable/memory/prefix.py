@@ -48,6 +48,7 @@ class PrefixChain:
         "hashes",
         "matched",
         "matched_at",
+        "num_accessed",
         "owner",
         "root",
         "root_hash",
@@ -66,6 +67,7 @@ class PrefixChain:
         self.generation = -1  # the reset count when blocks were allocated; an older one registers nothing
         self.announced: bytes | None = None  # hash of the block that this sequence computes next
         self.counted = False  # this request is in the hit statistics
+        self.num_accessed = 0  # leading blocks that the eviction policy was told of: each counts once, come what may
         self.computed_before_preemption = 0  # tokens
 
     def extend(self, token_ids: Any, num_blocks: int, block_size: int, compute_hash: HashFunction) -> None:

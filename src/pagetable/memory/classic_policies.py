@@ -1,0 +1,373 @@
+"""Eviction policies from the literature, over chains: LRU-2, LFU with ageing, 2Q, ARC, S3-FIFO.
+
+The papers know single pages. Here pages hang on each other, so each policy ranks blocks as its paper says, and the
+victim is the lowest among the idle blocks without a registered child (the *leaves*). Blocks of one request have nearly
+always the same rank; so a chain leaves from its tail.
+
+There is always such a leaf when any block is idle: whoever uses a block uses its parent, so all that hangs on an idle
+block is idle too, and the last of it is a leaf.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush
+from typing import Any
+
+
+class LeafPolicy:
+    """What they share: who is whose parent, who is idle, and for each queue of a policy a heap of its leaves.
+
+    A subclass says in which queue and at which rank a block stands (`_place`), from which queue the next victim comes
+    (`_queue_of_victim`), and what it remembers of one that left (`_evicted`). Heaps are cleaned lazily: an entry counts
+    only as long as its block is an idle leaf that still has this queue and rank. All operations are O(log n),
+    amortised.
+    """
+
+    NUM_QUEUES = 1
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything."""
+        num_blocks = self._num_blocks
+        self._now = 0  # goes on with each request that is admitted
+        self._hash: list[bytes] = [b""] * num_blocks
+        self._parent: list[int | None] = [None] * num_blocks
+        self._num_children = [0] * num_blocks  # registered ones
+        self._is_idle = bytearray(num_blocks)
+        self._num_idle = 0
+        self._rank: list[Any] = [None] * num_blocks
+        self._queue: list[int | None] = [None] * num_blocks  # of a registered block, in use or idle
+        self._sizes = [0] * self.NUM_QUEUES
+        self._heaps: list[list[tuple[Any, int]]] = [[] for _ in range(self.NUM_QUEUES)]
+
+    # ---------------------------------------------------------------- what the page table tells
+
+    def register(self, block_id: int, hash: bytes, parent: int | None) -> None:
+        """A block in use got a content."""
+        self._hash[block_id], self._parent[block_id] = hash, parent
+        if parent is not None:
+            self._num_children[parent] += 1
+        self._registered(block_id)
+
+    def access(self, block_ids: Iterable[int]) -> None:
+        """A request hits these blocks, all at one moment."""
+        self._now += 1
+        for block_id in block_ids:
+            self._accessed(block_id)
+
+    def add(self, block_id: int) -> None:
+        """A block became idle."""
+        self._is_idle[block_id] = True
+        self._num_idle += 1
+        self._offer(block_id)
+
+    def remove(self, block_id: int) -> None:
+        """A block is in use again."""
+        self._is_idle[block_id] = False
+        self._num_idle -= 1
+
+    def pop(self) -> int:
+        """Take out the victim."""
+        if not self._num_idle:
+            raise KeyError("no block is idle")
+        queue = self._queue_of_victim()
+        _, block_id = heappop(self._heaps[queue])
+        self.remove(block_id)
+        self._sizes[queue] -= 1
+        self._queue[block_id] = None
+        self._evicted(block_id, queue)
+        parent = self._parent[block_id]
+        if parent is not None:
+            self._num_children[parent] -= 1
+            if self._is_idle[parent]:
+                self._offer(parent)
+        return block_id
+
+    def __len__(self) -> int:
+        return self._num_idle
+
+    def __iter__(self) -> Iterator[int]:
+        rest = copy.deepcopy(self)  # the order depends on what leaves, so let it leave
+        while rest:
+            yield rest.pop()
+
+    def __contains__(self, block_id: object) -> bool:
+        return isinstance(block_id, int) and 0 <= block_id < self._num_blocks and bool(self._is_idle[block_id])
+
+    # ---------------------------------------------------------------- what a policy says
+
+    def _registered(self, block_id: int) -> None:
+        """Place a new content."""
+        raise NotImplementedError
+
+    def _accessed(self, block_id: int) -> None:
+        """Place a content that was hit."""
+        raise NotImplementedError
+
+    def _evicted(self, block_id: int, queue: int) -> None:
+        """Remember what is worth it of a block that left this queue."""
+
+    def _queue_of_victim(self) -> int:
+        """The queue whose first leaf goes next; it has one."""
+        self._first(0)
+        return 0
+
+    # ---------------------------------------------------------------- what it says it with
+
+    def _place(self, block_id: int, queue: int, rank: Any) -> None:
+        """Put a block into a queue; the lowest rank leaves first."""
+        before = self._queue[block_id]
+        if before != queue:
+            if before is not None:
+                self._sizes[before] -= 1
+            self._sizes[queue] += 1
+            self._queue[block_id] = queue
+        self._rank[block_id] = rank
+        self._offer(block_id)
+
+    def _offer(self, block_id: int) -> None:
+        """Enter a block into the heap of its queue, if it is an idle leaf."""
+        if self._is_idle[block_id] and not self._num_children[block_id]:
+            queue = self._queue[block_id]
+            assert queue is not None
+            heap = self._heaps[queue]
+            heappush(heap, (self._rank[block_id], block_id))
+            if len(heap) > 64 + 2 * self._num_idle:
+                heap[:] = {entry for entry in heap if self._counts(queue, entry)}
+                heapify(heap)
+
+    def _first(self, queue: int) -> int | None:
+        """The leaf of a queue that is to leave first, now at the top of its heap; None if the queue has no leaf."""
+        heap = self._heaps[queue]
+        while heap:
+            if self._counts(queue, heap[0]):
+                return heap[0][1]
+            heappop(heap)
+        return None
+
+    def _counts(self, queue: int, entry: tuple[Any, int]) -> bool:
+        rank, block_id = entry
+        is_leaf = self._is_idle[block_id] and not self._num_children[block_id]
+        return bool(is_leaf) and self._queue[block_id] == queue and self._rank[block_id] == rank
+
+
+class Ghosts:
+    """The last `capacity` contents to leave, with a note on each."""
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._notes: OrderedDict[bytes, Any] = OrderedDict()
+
+    def remember(self, hash: bytes, note: Any = None) -> None:
+        """Add one that has just left."""
+        self._notes[hash] = note
+        self._notes.move_to_end(hash)
+        if len(self._notes) > self._capacity:
+            self._notes.popitem(last=False)
+
+    def recall(self, hash: bytes) -> Any:
+        """Take out the note on one that has come back; None if it is not known."""
+        return self._notes.pop(hash, None)
+
+    def shrink(self) -> None:
+        """Forget the oldest."""
+        self._notes.popitem(last=False)
+
+    def __len__(self) -> int:
+        return len(self._notes)
+
+    def __contains__(self, hash: bytes) -> bool:
+        return hash in self._notes
+
+
+class LRUK(LeafPolicy):
+    """LRU-2 (O'Neil, O'Neil, Weikum, SIGMOD 1993): the block whose last but one access is the longest ago leaves first.
+
+    So what was accessed once leaves before what was accessed twice. When a content comes back, its last access is
+    still known (the paper's retained information), for ten times as many contents as there are blocks: without it the
+    policy is below LRU on chats.
+    """
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self._history = Ghosts(10 * self._num_blocks)
+
+    def _registered(self, block_id: int) -> None:
+        self._place(block_id, 0, (self._history.recall(self._hash[block_id]) or 0, self._now))
+
+    def _accessed(self, block_id: int) -> None:
+        self._place(block_id, 0, (self._rank[block_id][1], self._now))
+
+    def _evicted(self, block_id: int, queue: int) -> None:
+        self._history.remember(self._hash[block_id], self._rank[block_id][1])
+
+
+class LFU(LeafPolicy):
+    """LFU with dynamic ageing (Arlitt et al., SIGMETRICS 2000): fewest accesses first, and old glory fades.
+
+    A block's rank is its number of accesses plus the rank of the last victim at that time; ties go to the one that was
+    accessed longest ago.
+    """
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self._age = 0
+        self._count = [0] * self._num_blocks
+
+    def _registered(self, block_id: int) -> None:
+        self._count[block_id] = 0
+        self._accessed(block_id)
+
+    def _accessed(self, block_id: int) -> None:
+        self._count[block_id] += 1
+        self._place(block_id, 0, (self._age + self._count[block_id], self._now))
+
+    def _evicted(self, block_id: int, queue: int) -> None:
+        self._age = self._rank[block_id][0]
+
+
+class TwoQ(LeafPolicy):
+    """2Q, full version (Johnson, Shasha, VLDB 1994): a queue for what is new, an LRU for what came back.
+
+    What is new goes through a first-in, first-out queue of a quarter of the blocks; of what leaves it, the hashes are
+    kept for half as many contents as there are blocks. What comes back while it is among them is kept in the LRU.
+    """
+
+    NUM_QUEUES = 2
+    NEW, MAIN = 0, 1
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self._ghosts = Ghosts(max(1, self._num_blocks // 2))
+
+    def _registered(self, block_id: int) -> None:
+        came_back = self._hash[block_id] in self._ghosts
+        self._ghosts.recall(self._hash[block_id])
+        self._place(block_id, self.MAIN if came_back else self.NEW, self._now)
+
+    def _accessed(self, block_id: int) -> None:
+        if self._queue[block_id] == self.MAIN:
+            self._place(block_id, self.MAIN, self._now)
+
+    def _queue_of_victim(self) -> int:
+        is_long = self._sizes[self.NEW] > self._num_blocks // 4
+        return _first_with_leaf(self, (self.NEW, self.MAIN) if is_long else (self.MAIN, self.NEW))
+
+    def _evicted(self, block_id: int, queue: int) -> None:
+        if queue == self.NEW:
+            self._ghosts.remember(self._hash[block_id])
+
+
+class ARC(LeafPolicy):
+    """ARC (Megiddo, Modha, FAST 2003): an LRU for contents seen once, one for those seen again, and a moving border.
+
+    Of both it keeps the hashes of what left. One that comes back shows which of the two is too small.
+    """
+
+    NUM_QUEUES = 2
+    ONCE, AGAIN = 0, 1
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self._ghosts = (Ghosts(self._num_blocks), Ghosts(self._num_blocks))
+        self._target = 0.0  # the size that ONCE should have
+
+    def _registered(self, block_id: int) -> None:
+        hash = self._hash[block_id]
+        once, again = self._ghosts
+        queue = self.AGAIN
+        if hash in once:
+            self._target = min(self._target + max(1.0, len(again) / len(once)), self._num_blocks)
+            once.recall(hash)
+        elif hash in again:
+            self._target = max(self._target - max(1.0, len(once) / len(again)), 0.0)
+            again.recall(hash)
+        else:
+            queue = self.ONCE
+        self._place(block_id, queue, self._now)
+        self._trim()
+
+    def _accessed(self, block_id: int) -> None:
+        self._place(block_id, self.AGAIN, self._now)
+
+    def _queue_of_victim(self) -> int:
+        is_long = self._sizes[self.ONCE] > self._target
+        return _first_with_leaf(self, (self.ONCE, self.AGAIN) if is_long else (self.AGAIN, self.ONCE))
+
+    def _evicted(self, block_id: int, queue: int) -> None:
+        self._ghosts[queue].remember(self._hash[block_id])
+        self._trim()
+
+    def _trim(self) -> None:
+        """Contents seen once, here or gone, are at most as many as there are blocks; all together twice as many."""
+        once, again = self._ghosts
+        while len(once) and len(once) + self._sizes[self.ONCE] > self._num_blocks:
+            once.shrink()
+        while len(again) and len(once) + len(again) + sum(self._sizes) > 2 * self._num_blocks:
+            again.shrink()
+
+
+class S3FIFO(LeafPolicy):
+    """S3-FIFO (Yang et al., SOSP 2023): a small queue for what is new, a main one, and only first in, first out.
+
+    What was accessed while it stood in the small queue, a tenth of the blocks, moves to the main one; of what leaves
+    it, the hashes are kept, and what comes back goes to the main queue. There each access, up to three, is worth
+    another round. (The paper wants two accesses in the small queue.)
+    """
+
+    NUM_QUEUES = 2
+    SMALL, MAIN = 0, 1
+    MOST = 3
+
+    def clear(self) -> None:
+        """Forget everything."""
+        super().clear()
+        self._count = [0] * self._num_blocks  # accesses since a block entered its queue
+        self._ghosts = Ghosts(self._num_blocks)
+        self._entered = 0
+
+    def _registered(self, block_id: int) -> None:
+        came_back = self._hash[block_id] in self._ghosts
+        self._ghosts.recall(self._hash[block_id])
+        self._enter(block_id, self.MAIN if came_back else self.SMALL)
+
+    def _accessed(self, block_id: int) -> None:
+        self._count[block_id] = min(self._count[block_id] + 1, self.MOST)
+
+    def _enter(self, block_id: int, queue: int) -> None:
+        self._entered += 1
+        self._count[block_id] = 0
+        self._place(block_id, queue, self._entered)
+
+    def _queue_of_victim(self) -> int:
+        while True:
+            is_long = self._sizes[self.SMALL] > self._num_blocks // 10
+            queue = _first_with_leaf(self, (self.SMALL, self.MAIN) if is_long else (self.MAIN, self.SMALL))
+            block_id = self._heaps[queue][0][1]
+            count = self._count[block_id]
+            if count == 0:
+                return queue
+            self._enter(block_id, self.MAIN)
+            self._count[block_id] = 0 if queue == self.SMALL else count - 1
+
+    def _evicted(self, block_id: int, queue: int) -> None:
+        if queue == self.SMALL:
+            self._ghosts.remember(self._hash[block_id])
+
+
+def _first_with_leaf(policy: LeafPolicy, queues: tuple[int, ...]) -> int:
+    """The first of these queues that has a leaf."""
+    for queue in queues:
+        if policy._first(queue) is not None:
+            return queue
+    raise KeyError("no block is idle")

@@ -1,0 +1,361 @@
+"""Traces of other people, read line by line: Mooncake, Qwen-Bailian, WEKA's agent sessions, and plain JSONL."""
+
+from __future__ import annotations
+
+import gzip
+import heapq
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+
+from pagetable.replay.trace import IntArray, TraceError, TraceRequest
+
+MAX_LINE_BYTES = 256 << 20
+MAX_TIME = 1e15  # thirty million years in seconds, thirty thousand in milliseconds
+MAX_TOKENS = 1 << 31  # of one request; more is a mistake, and would not fit into memory
+FORMATS = """known formats, one JSON object a line (or a folder of WEKA sessions), plain or as .gz or .zst:
+  mooncake  {"timestamp": ms, "input_length": .., "output_length": .., "hash_ids": [..]}    512 tokens a block,
+            or as many as its first "block_size" says
+  qwen      the same with seconds, "chat_id", "parent_chat_id", "turn"                      16 tokens a block
+  weka      {"block_size": 64, "requests": [{"t": seconds, "in": .., "out": .., "hash_ids": [..]}, ..]}, a session each
+  tokens    {"prompt_token_ids": [..]}       and optionally "timestamp" (seconds), "output_length",
+  text      {"prompt": ".."} or {"messages": [..]}, needs a tokenizer     "output_token_ids", "session_id\""""
+
+Record = dict[str, Any]
+Encode = Callable[[str | list[Any]], list[int]]  # a prompt, or the messages of a chat, to tokens
+
+
+@dataclass(frozen=True)
+class TraceFormat:
+    """How a record is told from others, and what it says."""
+
+    name: str
+    block_size: int | None  # tokens of one hash; None where tokens are given
+    fits: Callable[[Record], bool]
+    read: Callable[[Record, Reading], Iterator[TraceRequest]]
+
+
+class Trace:
+    """A trace in a file or a folder. Iterating reads it anew each time, in order of arrival.
+
+    TraceError names the first line that cannot be understood; with `skip_bad` such lines are counted in `num_skipped`
+    instead. `encode` turns text into tokens, for traces that hold text.
+    """
+
+    def __init__(self, path: Path, *, skip_bad: bool = False, encode: Encode | None = None) -> None:
+        self.path = Path(path)
+        self._skip_bad = skip_bad
+        self._encode = encode
+        self.num_skipped = 0
+        self.num_out_of_order = 0  # requests whose time lies before that of the one before; it is set to that one's
+        first = next((record for _, record in self._records(self._files()[0]) if record is not None), None)
+        if first is None:
+            raise TraceError(f"{self.path}: there is no JSON object in it; {FORMATS}")
+        self.format = _format_of(first, self.path)
+        self.block_size = self.format.block_size  # tokens of a hash; None: tokens are given
+        if self.block_size is not None and "block_size" in first:
+            self.block_size = _count(first, "block_size", least=1)
+
+    def __iter__(self) -> Iterator[TraceRequest]:
+        self.num_skipped = self.num_out_of_order = 0
+        before = 0.0
+        for request in self._requests():
+            if request.arrival < before:
+                self.num_out_of_order += 1
+                request.arrival = before
+            before = request.arrival
+            yield request
+
+    def _requests(self) -> Iterator[TraceRequest]:
+        files = self._files()
+        if self.format is not WEKA:
+            return self._of_file(files[0], Reading(self._encode, self.block_size))
+        # Sessions lie one behind the other in files, and beside each other in time.
+        reading = Reading(self._encode, self.block_size)
+        sessions = [
+            _packed(self._of_record(file, number, record, reading))
+            for file in files
+            for number, record in self._records(file)
+            if record is not None
+        ]
+        return heapq.merge(*map(_unpacked, sessions), key=lambda request: request.arrival)
+
+    def _of_file(self, file: Path, reading: Reading) -> Iterator[TraceRequest]:
+        for number, record in self._records(file):
+            if record is not None:
+                yield from self._of_record(file, number, record, reading)
+
+    def _of_record(self, file: Path, number: int, record: Record, reading: Reading) -> Iterator[TraceRequest]:
+        try:
+            yield from self.format.read(record, reading)
+        except (TraceError, ValueError, OverflowError, RecursionError) as error:
+            self._bad(file, number, str(error) or type(error).__name__)
+
+    def _files(self) -> list[Path]:
+        if not self.path.is_dir():
+            return [self.path]
+        files = sorted(file for file in self.path.iterdir() if ".json" in file.suffixes or ".jsonl" in file.suffixes)
+        if not files:
+            raise TraceError(f"{self.path}: there are no .json files in this folder; {FORMATS}")
+        return files
+
+    def _records(self, file: Path) -> Iterator[tuple[int, Record | None]]:
+        """Number and JSON object of each line; None for a line that is none and may be skipped."""
+        with _open(file) as lines:
+            number = 0
+            while line := lines.readline(MAX_LINE_BYTES):
+                number += 1
+                if line.isspace():
+                    continue
+                yield number, self._record(file, number, line, lines)
+
+    def _record(self, file: Path, number: int, line: bytes, rest: BinaryIO) -> Record | None:
+        if number == 1 and line.strip() in (b"{", b"["):  # one object over many lines
+            line += rest.read(MAX_LINE_BYTES)
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            self._bad(file, number, f"it is not JSON: {error or 'nested too deeply'}")
+            return None
+        if not isinstance(record, dict):
+            self._bad(file, number, f"it is not a JSON object: {line[:60]!r}")
+            return None
+        return record
+
+    def _bad(self, file: Path, number: int, reason: str) -> None:
+        if not self._skip_bad:
+            raise TraceError(f"{file}, line {number}: {reason} (--skip-bad leaves such lines out)")
+        self.num_skipped += 1
+
+
+@dataclass
+class Reading:
+    """What is kept from one record to the next."""
+
+    encode: Encode | None
+    block_size: int | None
+    num_sessions: int = 0
+    roots: dict[Any, Any] | None = None  # Qwen: of each chat the first one of its conversation
+
+
+# -------------------------------------------------------------------- the formats
+
+
+def _read_mooncake(record: Record, reading: Reading) -> Iterator[TraceRequest]:
+    yield _hashed(
+        record,
+        reading,
+        arrival=_time(record, "timestamp") / 1000,
+        lengths=("input_length", "output_length"),
+        session=record.get("session_id"),
+    )
+
+
+def _read_qwen(record: Record, reading: Reading) -> Iterator[TraceRequest]:
+    roots = reading.roots = {} if reading.roots is None else reading.roots
+    chat, parent = record["chat_id"], record.get("parent_chat_id", -1)
+    if not isinstance(chat, int | str) or not isinstance(parent, int | str):
+        raise TraceError(f"chat_id={chat!r} and parent_chat_id={parent!r} must be numbers or texts")
+    # Only what came before is looked up, so no circle of parents can be followed round.
+    roots[chat] = chat if parent in (-1, "-1", chat) else roots.get(parent, parent)
+    lengths = ("input_length", "output_length")
+    yield _hashed(record, reading, arrival=_time(record, "timestamp"), lengths=lengths, session=roots[chat])
+
+
+def _read_weka(record: Record, reading: Reading) -> Iterator[TraceRequest]:
+    session = reading.num_sessions
+    reading.num_sessions += 1
+    is_local = record.get("hash_id_scope", "local") == "local"
+    if record.get("block_size", 64) != reading.block_size:
+        raise TraceError(f"block_size={record.get('block_size')}, in the first session it is {reading.block_size}")
+    entries = sorted(_entries(record["requests"]), key=lambda entry: _time(entry, "t"))
+    for entry in entries:
+        request = _hashed(entry, reading, arrival=_time(entry, "t"), lengths=("in", "out"), session=session)
+        if is_local:
+            request.hash_ids = [(session, hash) for hash in request.hash_ids or ()]
+        yield request
+
+
+Packed = list[tuple[TraceRequest, int, list[Any]]]
+
+
+def _packed(requests: Iterator[TraceRequest]) -> Packed:
+    """A session in little memory: of each request the hashes in which it differs from the one before."""
+    packed: Packed = []
+    before: list[Any] = []
+    for request in requests:
+        hash_ids = list(request.hash_ids or ())
+        same = next((i for i, (a, b) in enumerate(zip(before, hash_ids, strict=False)) if a != b), None)
+        same = min(len(before), len(hash_ids)) if same is None else same
+        request.hash_ids = None
+        packed.append((request, same, hash_ids[same:]))
+        before = hash_ids
+    return packed
+
+
+def _unpacked(packed: Packed) -> Iterator[TraceRequest]:
+    hash_ids: list[Any] = []
+    for request, same, rest in packed:
+        hash_ids = hash_ids[:same] + rest
+        yield replace(request, hash_ids=hash_ids)
+
+
+def _entries(entries: Any) -> Iterator[Record]:
+    """Requests of a session, those of its sub-agents among them."""
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise TraceError("requests must be a list of objects")
+    for entry in entries:
+        if isinstance(entry.get("requests"), list):
+            yield from _entries(entry["requests"])
+        elif "hash_ids" in entry:
+            yield entry
+
+
+def _read_tokens(record: Record, reading: Reading) -> Iterator[TraceRequest]:
+    given = next((record[name] for name in ("prompt_token_ids", "token_ids") if name in record), record.get("prompt"))
+    yield _plain(record, _tokens(given, "prompt_token_ids"))
+
+
+def _read_text(record: Record, reading: Reading) -> Iterator[TraceRequest]:
+    if reading.encode is None:
+        raise TraceError("its prompts are texts: say with --model whose tokenizer cuts them into tokens")
+    prompt = record["messages"] if "messages" in record else record["prompt"]
+    if not isinstance(prompt, list if "messages" in record else str):
+        raise TraceError("prompt must be a text, messages a list of messages")
+    yield _plain(record, _tokens(reading.encode(prompt), "prompt"))
+
+
+def _is_mooncake(record: Record) -> bool:
+    return {"timestamp", "input_length", "hash_ids"} <= record.keys()
+
+
+def _is_qwen(record: Record) -> bool:
+    return _is_mooncake(record) and "chat_id" in record
+
+
+def _is_weka(record: Record) -> bool:
+    return "requests" in record
+
+
+def _has_tokens(record: Record) -> bool:
+    return bool({"prompt_token_ids", "token_ids"} & record.keys()) or isinstance(record.get("prompt"), list)
+
+
+def _has_text(record: Record) -> bool:
+    return bool({"prompt", "messages"} & record.keys())
+
+
+QWEN = TraceFormat("qwen", 16, _is_qwen, _read_qwen)
+MOONCAKE = TraceFormat("mooncake", 512, _is_mooncake, _read_mooncake)
+WEKA = TraceFormat("weka", 64, _is_weka, _read_weka)
+TOKENS = TraceFormat("tokens", None, _has_tokens, _read_tokens)
+TEXT = TraceFormat("text", None, _has_text, _read_text)
+
+
+def _format_of(record: Record, path: Path) -> TraceFormat:
+    for known in (QWEN, MOONCAKE, WEKA, TOKENS, TEXT):  # the first that fits: the fields of a Qwen record are more
+        if known.fits(record):
+            return known
+    raise TraceError(f"{path}: no format has records with {', '.join(map(repr, record)) or 'no fields'}; {FORMATS}")
+
+
+# -------------------------------------------------------------------- one record
+
+
+def _hashed(
+    record: Record, reading: Reading, *, arrival: float, lengths: tuple[str, str], session: Any
+) -> TraceRequest:
+    """A request whose prompt is known by the hashes of its blocks."""
+    block_size = reading.block_size or 1
+    num_prompt_tokens, num_output_tokens = _count(record, lengths[0], least=1), _count(record, lengths[1])
+    hash_ids = record.get("hash_ids")
+    if not isinstance(hash_ids, list) or not set(map(type, hash_ids)) <= {int, str}:
+        raise TraceError("hash_ids must be a list of whole numbers or texts")
+    full, all_blocks = num_prompt_tokens // block_size, -(-num_prompt_tokens // block_size)
+    if len(hash_ids) not in (full, all_blocks):
+        raise TraceError(
+            f"{lengths[0]}={num_prompt_tokens} are {all_blocks} blocks of {block_size} tokens, "
+            f"but there are {len(hash_ids)} hash_ids"
+        )
+    return TraceRequest(arrival, num_prompt_tokens, num_output_tokens, hash_ids, session=session)
+
+
+def _plain(record: Record, token_ids: IntArray) -> TraceRequest:
+    """A request whose prompt is known by its tokens."""
+    output = record.get("output_token_ids")
+    output_token_ids = None if output is None else _tokens(output, "output_token_ids")
+    length = next((name for name in ("output_length", "max_tokens") if name in record), None)
+    num_output_tokens = _count(record, length) if length else 1
+    if output_token_ids is not None:
+        num_output_tokens = len(output_token_ids)
+    arrival = _time(record, "timestamp") if "timestamp" in record else 0.0
+    session = record.get("session_id")
+    if not isinstance(session, int | str | None):
+        raise TraceError(f"session_id={session!r} must be a number or a text")
+    return TraceRequest(
+        arrival,
+        len(token_ids),
+        num_output_tokens,
+        token_ids=token_ids,
+        output_token_ids=output_token_ids,
+        session=session,
+    )
+
+
+def _count(record: Record, name: str, least: int = 0) -> int:
+    value = record.get(name, 0 if least == 0 else None)
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MAX_TOKENS:
+        raise TraceError(f"{name}={_shown(value)}: a whole number from {least} to 2**31 is expected")
+    return value
+
+
+def _time(record: Record, name: str) -> float:
+    value = record.get(name)
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not 0 <= value < 1e15
+        or not math.isfinite(value)
+    ):
+        raise TraceError(f"{name}={_shown(value)}: a time from 0 up is expected")
+    return float(value)
+
+
+def _tokens(value: Any, name: str) -> IntArray:
+    if not isinstance(value, list) or not value or not set(map(type, value)) <= {int}:
+        raise TraceError(f"{name}={_shown(value)}: a list of at least one whole number is expected")
+    if min(value) < 0 or max(value) >= MAX_TOKENS:
+        raise TraceError(
+            f"{name} holds {_shown(min(value))} to {_shown(max(value))}: token ids are from 0 to 2**31 - 1"
+        )
+    return np.array(value, np.int32)
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number with more than 30 digits"
+    return text if len(text) <= 60 else text[:60] + ".."
+
+
+# -------------------------------------------------------------------- files
+
+
+def _open(path: Path) -> BinaryIO:
+    """A file to read bytes from, unpacked if it is packed. OSError if it cannot be; TraceError for a lack of zstd."""
+    file = path.open("rb")
+    magic = file.peek(4)[:4]
+    if magic[:2] == b"\x1f\x8b":
+        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+    if magic == b"\x28\xb5\x2f\xfd":
+        try:
+            import zstandard
+        except ImportError:
+            file.close()
+            raise TraceError(f"{path}: it is packed with zstd: pip install zstandard, or unpack it first") from None
+        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, closefd=True))
+    return file

@@ -1,0 +1,180 @@
+"""What can be known of a trace without a cache: when each block is used again. From it follow, at any capacity, the
+hits of LRU and of Belady's MIN.
+
+All blocks of a request that the next one on the same path reuses are one *run*: they were last used together, and are
+used again together. A chat has a handful of runs a request however long it is, and runs are all that is kept.
+
+LRU is a stack algorithm (Mattson, Gecsei, Slutz, Traiger, 1970): a block is hit at capacity C exactly when fewer than C
+other blocks were used since. One pass over the trace gives the distances of all accesses, so LRU at every capacity.
+
+MIN (Belady, 1966) evicts what is used again last. In a tree of prefixes whoever uses a block uses its parent, so the
+next use of a parent is never later than that of its child: MIN takes the child first by itself, and no rule that keeps
+prefixes whole can cost it anything. It is the optimum for a cache in which a request must hold all of its blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagetable.replay.trace import Grown, IntArray
+
+_CHUNK = 512  # requests whose live blocks are summed up together
+
+
+@dataclass(slots=True)
+class Access:
+    """One request as a cache sees it."""
+
+    path: IntArray  # all blocks that it leaves behind, from the root down
+    num_accesses: int  # of these, those of its prompt
+    num_reusable: int  # of these, those that it can hit: the last may have to be computed in any case
+
+
+class Reuse:
+    """The runs of a trace, taken down request by request with `add`."""
+
+    def __init__(self) -> None:
+        self.num_requests = 0
+        self.num_accesses = 0
+        self.num_hits = 0  # of an infinite cache
+        self.num_nodes = 0
+        self._last_user = Grown(-1)  # request that used a block last
+        self._live = Grown(0)  # by request: blocks that it used last
+        self._live_sums = Grown(0)  # of _CHUNK requests
+        self._sizes: list[int] = []  # by request: blocks
+        self._reusable: list[int] = []
+        self._next_uses: list[list[tuple[int, int]]] = []  # by request: (request that uses them next, blocks)
+        self._distances = np.zeros(1024, np.int64)  # differences of the histogram of LRU distances
+        self._arrivals: list[float] = []
+        self._intervals: list[tuple[float, int]] = []  # seconds between two uses, blocks
+
+    def add(self, access: Access, arrival: float) -> int:
+        """Take down the next request. Returns how many of its blocks were ever seen before: an infinite cache hits."""
+        now, path = self.num_requests, access.path
+        last_user = self._last_user.fit(int(path.max(initial=-1)) + 1)
+        runs = _runs(last_user[path])
+        reusable, depth = access.num_reusable, 0
+        live, sums = self._live.fit(now + 1), self._live_sums.fit(now // _CHUNK + 1)
+        hits = 0
+        for user, length in runs:
+            hit = min(length, max(0, reusable - depth))
+            if hit:
+                self._count_distances(self._blocks_used_after(user, now), hit)
+                self._intervals.append((arrival - self._arrivals[user], hit))
+                hits += hit
+            self._next_uses[user].append((now, length))
+            depth += length
+        for user, length in runs:
+            live[user] -= length
+            sums[user // _CHUNK] -= length
+        live[now] = len(path)
+        sums[now // _CHUNK] += len(path)
+        last_user[path] = now
+        self._sizes.append(len(path))
+        self._reusable.append(reusable)
+        self._next_uses.append([])
+        self._arrivals.append(arrival)
+        self.num_requests += 1
+        self.num_accesses += access.num_accesses
+        self.num_hits += hits
+        self.num_nodes += len(path) - depth
+        return hits
+
+    def _blocks_used_after(self, user: int, now: int) -> int:
+        """Blocks whose last user came after `user`."""
+        chunk = user // _CHUNK
+        end = min((chunk + 1) * _CHUNK, now)
+        after = int(self._live.values[user + 1 : end].sum())
+        return after + int(self._live_sums.values[chunk + 1 : now // _CHUNK + 1].sum())
+
+    def _count_distances(self, after: int, length: int) -> None:
+        """`length` accesses at LRU distances after + 1, after + 2, ...: the head of a path is used last."""
+        if after + length + 2 > len(self._distances):
+            self._distances = np.concatenate([self._distances, np.zeros(2 * (after + length), np.int64)])
+        self._distances[after + 1] += 1
+        self._distances[after + length + 1] -= 1
+
+    # ---------------------------------------------------------------- what follows
+
+    def lru_hits(self) -> NDArray[np.int64]:
+        """Hits of LRU by capacity, from 0 to all blocks. int64, shape (blocks + 1,)."""
+        per_distance = np.cumsum(self._distances)[: self.num_nodes + 1]
+        return np.cumsum(np.pad(per_distance, (0, self.num_nodes + 1 - len(per_distance))))
+
+    def intervals(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Seconds between two uses of a block, and how many blocks it was so for."""
+        seconds, counts = zip(*self._intervals, strict=True) if self._intervals else ((), ())
+        return np.array(seconds, np.float64), np.array(counts, np.int64)
+
+    def min_hits(self, capacity: int) -> int:
+        """Hits of Belady's MIN with so many blocks. A request that needs more than there are hits nothing."""
+        cache = _Optimum(capacity)
+        return sum(
+            cache.use(now, self._sizes[now], self._reusable[now], self._next_uses[now])
+            for now in range(self.num_requests)
+        )
+
+
+@dataclass(slots=True)
+class _Optimum:
+    """MIN's cache, as numbers of blocks by the request that uses them next."""
+
+    capacity: int
+    num_blocks: int = 0
+    never: int = 0  # that are not used again
+    waiting: dict[int, int] = field(default_factory=dict)
+    latest: list[int] = field(default_factory=list)  # heap of -request, of those in `waiting` and some that were
+
+    def use(self, now: int, size: int, reusable: int, next_uses: list[tuple[int, int]]) -> int:
+        """Serve a request of `size` blocks; its hits."""
+        present = self.waiting.pop(now, 0)
+        if size > self.capacity:
+            self._keep(present, next_uses)  # what is there stays for whoever comes next
+            return 0
+        self._evict(self.num_blocks - present + size - self.capacity)
+        self.num_blocks += size - present
+        self._keep(size, next_uses)
+        return min(present, reusable)
+
+    def _keep(self, num_blocks: int, next_uses: list[tuple[int, int]]) -> None:
+        """So many blocks of a path, from its head on, wait for their next use; the head is used first."""
+        for request, length in next_uses:
+            length = min(length, num_blocks)
+            if length:
+                if request not in self.waiting:
+                    heappush(self.latest, -request)
+                self.waiting[request] = self.waiting.get(request, 0) + length
+                num_blocks -= length
+        self.never += num_blocks
+
+    def _evict(self, num_blocks: int) -> None:
+        """Let go of so many blocks: those not used again, then those used last."""
+        if num_blocks <= 0:
+            return
+        self.num_blocks -= num_blocks
+        gone = min(num_blocks, self.never)
+        self.never -= gone
+        num_blocks -= gone
+        while num_blocks:
+            request = -self.latest[0]
+            gone = min(num_blocks, self.waiting.get(request, 0))
+            num_blocks -= gone
+            if gone == self.waiting.get(request, 0):
+                self.waiting.pop(request, None)
+                heappop(self.latest)
+            else:
+                self.waiting[request] -= gone
+
+
+def _runs(last_users: IntArray) -> list[tuple[int, int]]:
+    """(last user, blocks) of each run along a path; where nobody used a block before, there are no more."""
+    if not len(last_users):
+        return []
+    starts = np.flatnonzero(np.diff(last_users, prepend=last_users[0] - 1))
+    lengths = np.diff(starts, append=len(last_users))
+    users = last_users[starts]
+    return [(user, length) for user, length in zip(users.tolist(), lengths.tolist(), strict=True) if user >= 0]
