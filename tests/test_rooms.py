@@ -37,7 +37,8 @@ ARROWS = {
     "serving": {"", "checkpoint", "engine", "llm", "memory", "outputs", "request", "text"},
     "info": {"checkpoint", "memory", "model", "text"},
     "demo": {"engine", "llm", "memory", "outputs"},
-    "cli": {"", "engine", "llm", "outputs", "demo", "info", "replay", "serving"},
+    "calibrate": {"engine", "llm", "replay"},
+    "cli": {"", "calibrate", "engine", "llm", "outputs", "demo", "info", "replay", "serving"},
 }
 WITHOUT_TORCH = ("memory", "engine", "checkpoint", "text", "replay")
 ONLY_IN_MEMORY = {"numpy", "xxhash"}  # beside the standard library

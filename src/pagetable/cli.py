@@ -11,12 +11,15 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from pagetable import __version__
 from pagetable.engine import SamplingParams
+from pagetable.replay.command import replay
+from pagetable.replay.trace_command import trace
 from pagetable.serving.bench_command import bench
 from pagetable.serving.command import serve
 
@@ -167,8 +170,28 @@ def info(model: str, memory: str, block_size: int, as_json: bool) -> None:
     click.echo(json.dumps(facts) if as_json else describe_model(facts))
 
 
+@bench.command()
+@model_option
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False, writable=True), default="cost-model.json", show_default=True
+)
+@click.option("--rounds", type=click.IntRange(1), default=2, show_default=True, help="Of all cases.")
+@engine_options
+def calibrate(model: str, output: str, rounds: int, **options: Any) -> None:
+    """Time the steps of MODEL here, and write what they cost: for `pagetable replay --timed --cost-model`."""
+    from pagetable.calibrate import calibrate as measure
+    from pagetable.calibrate import describe_cost
+
+    with _load(model, _given(options)) as llm:
+        cost = measure(llm, rounds, say=lambda text: click.echo(text, err=True))
+    cost.save(Path(output))
+    click.echo(describe_cost(cost, Path(output)))
+
+
 cli.add_command(serve)
 cli.add_command(bench)
+cli.add_command(replay)
+cli.add_command(trace)
 
 # -------------------------------------------------------------------- what the commands share
 

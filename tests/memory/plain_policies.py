@@ -237,10 +237,11 @@ class PlainARC(PlainTwoQueues):
         self.forget()
 
     def forget(self) -> None:
-        """Keep |T1| + |B1| <= c and |T1| + |T2| + |B1| + |B2| <= 2c, the oldest hashes going first."""
+        """Keep |T1| + |B1| <= c, |B2| <= c and |T1| + |T2| + |B1| + |B2| <= 2c, the oldest hashes going first."""
         c = self.num_blocks
         while self.b1 and self.size("T1") + len(self.b1) > c:
             del self.b1[0]
+        del self.b2[: max(0, len(self.b2) - c)]
         while self.b2 and len(self.pages) + len(self.b1) + len(self.b2) > 2 * c:
             del self.b2[0]
 
@@ -248,9 +249,9 @@ class PlainARC(PlainTwoQueues):
 class PlainS3FIFO(PlainPolicy):
     """S3-FIFO: two queues, both first in, first out; from the small one while it is longer than a tenth of the blocks.
 
-    Whoever is first in the small one and was hit twice there moves to the end of the main one instead of leaving.
-    Whoever is first in the main one and was hit goes to its end instead, and has one hit less; more than three do not
-    count. What comes back soon after it left the small one enters the main one.
+    Whoever is first in the small one and was hit there moves to the end of the main one instead of leaving. Whoever is
+    first in the main one and was hit goes to its end instead, and has one hit less; more than three do not count.
+    What comes back soon after it left the small one enters the main one.
     """
 
     def clear(self) -> None:
@@ -271,7 +272,7 @@ class PlainS3FIFO(PlainPolicy):
             is_long = len(self.small) > self.num_blocks // 10
             in_order = self.small + self.main if is_long else self.main + self.small
             page = next(page for page in in_order if page in leaves)
-            if page in self.small and page.num_hits >= 2:
+            if page in self.small and page.num_hits >= 1:
                 self.small.remove(page)
                 self.main.append(page)
                 page.num_hits = 0

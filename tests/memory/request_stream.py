@@ -10,6 +10,17 @@ from pagetable.memory import BlockManager
 from tests.memory.plain_sequence import PlainSequence
 
 
+def serve(manager: BlockManager, token_ids: list[int]) -> int:
+    """One request from admission to its end, without checks; returns the number of blocks that it hit."""
+    seq = PlainSequence(token_ids, manager.block_size)
+    hits = manager.can_allocate(seq)
+    manager.allocate(seq, hits)
+    seq.num_scheduled_tokens = seq.num_tokens - seq.num_cached_tokens
+    manager.hash_blocks(seq)
+    manager.deallocate(seq)
+    return hits
+
+
 class RequestStream:
     """Admits, computes, decodes, preempts, finishes and resets, as the dice say; `counts` is what took place.
 
@@ -43,6 +54,11 @@ class RequestStream:
         while self.running:
             self.finish()
 
+    def _known(self) -> list[int]:
+        """One of the prompts, the first ones most often."""
+        popularity = [1 / i for i in range(1, len(self.prompts))]
+        return list(self.rng.choices(self.prompts[1:], popularity)[0])
+
     def _branch(self) -> list[int]:
         """The start of a known prompt, with a tail of its own of up to four blocks."""
         known, size = self.rng.choice(self.prompts), self.manager.block_size
@@ -56,8 +72,7 @@ class RequestStream:
         if comes_back:
             seq = self.preempted.pop(0)
         else:
-            prompt = self._branch() if self.rng.random() < 0.5 else list(self.rng.choice(self.prompts[1:]))
-            seq = PlainSequence(prompt, self.manager.block_size)
+            seq = PlainSequence(self._branch() if self.rng.random() < 0.5 else self._known(), self.manager.block_size)
         hits = self.manager.can_allocate(seq)
         if hits < 0:
             self.counts["refused"] += 1

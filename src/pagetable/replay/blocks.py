@@ -34,6 +34,10 @@ class Workload:
         sample: float = 1.0,
         seed: int = 0,
     ) -> None:
+        if block_size is not None and block_size < 1:
+            raise TraceError(f"block_size={block_size}: it must be 1 or more")
+        if not until >= 0 or not 0 < sample <= 1:
+            raise TraceError(f"until={until} must be a time from 0 up, sample={sample} a share above 0, up to 1")
         self.trace = trace
         self.is_hashed = trace.block_size is not None
         self.block_size = block_size or trace.block_size or 16  # tokens
@@ -68,13 +72,14 @@ class Workload:
             if self._merged > 1:  # a node stands for all before it, so the last of a group stands for the group
                 last = path[len(path) - len(path) % self._merged :][-1:]
                 path = np.concatenate([path[self._merged - 1 :: self._merged], last])
-            return Access(path, len(path), len(path))
+            return Access(path, len(path), len(path), len(path))
         assert request.token_ids is not None
         size, prompt = self.block_size, request.token_ids
         tokens = prompt if request.output_token_ids is None else np.append(prompt, request.output_token_ids[:-1])
         content = tokens.astype("<i4").tobytes()
         contents = [content[i : i + 4 * size] for i in range(0, len(tokens) // size * 4 * size, 4 * size)]
-        return Access(tree.path(contents), len(prompt) // size, (len(prompt) - 1) // size)
+        reusable = (len(prompt) - 1) // size
+        return Access(tree.path(contents), len(prompt) // size, reusable, reusable + 1)
 
     def _is_kept(self, session: Any) -> bool:
         return crc32(f"{self._seed}/{session}".encode()) < self.sample * 2**32

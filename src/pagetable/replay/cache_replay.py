@@ -73,9 +73,10 @@ class CacheReplay:
         tokens = request.token_ids
         output = request.output_token_ids
         if output is None:  # they fill blocks all the same, which nobody can hit
+            length = min(request.num_output_tokens, self.result.capacity * self._block_size)
             first = -1 - self._num_unknown % 2**30
-            self._num_unknown += request.num_output_tokens
-            output = np.arange(first, first - request.num_output_tokens, -1, dtype=np.int32)
+            self._num_unknown += length
+            output = np.arange(first, first - length, -1, dtype=np.int32)
         return TraceSequence(np.append(tokens, output), len(tokens), self._block_size)
 
     def _serve(self, seq: TraceSequence, request: TraceRequest, access: Access) -> int:
@@ -84,11 +85,12 @@ class CacheReplay:
         if hits < 0:
             return -1
         manager.allocate(seq, hits)
+        self._note_evicted(seq.block_table[hits:], request.arrival)
         num_computed = len(access.path) if request.token_ids is None else seq.num_tokens
         self._compute(seq, num_computed - seq.num_cached_tokens)
-        self._note_lifetimes(seq.block_table[hits : len(access.path)], request.arrival)
         if request.token_ids is not None:
-            self._decode(seq, len(seq.token_ids) - 1)
+            self._decode(seq, len(seq.token_ids) - 1, request.arrival)
+        self._note_stored(seq.block_table[hits : seq.num_cached_tokens // self._block_size], request.arrival)
         manager.deallocate(seq)
         return hits
 
@@ -99,19 +101,27 @@ class CacheReplay:
         seq.num_cached_tokens += num_tokens
         seq.num_scheduled_tokens = 0
 
-    def _decode(self, seq: TraceSequence, num_tokens: int) -> None:
+    def _decode(self, seq: TraceSequence, num_tokens: int, now: float) -> None:
         """Let the answer grow token by token to so many tokens in all, or until no block is free."""
         while seq.num_tokens < num_tokens:
             seq.num_tokens += 1
             if not self._manager.can_append(seq):
                 return
+            num_blocks = len(seq.block_table)
             self._manager.may_append(seq)
+            self._note_evicted(seq.block_table[num_blocks:], now)
             self._compute(seq, 1)
 
-    def _note_lifetimes(self, fresh: list[int], now: float) -> None:
-        """Blocks that were taken for this request: what they held before has lived until now."""
-        stored = self._stored_at[fresh]
-        gone = stored[~np.isnan(stored)]
-        if len(gone):
-            self.result.lifetimes.append(now - gone)
-        self._stored_at[fresh] = now
+    def _note_evicted(self, fresh: list[int], now: float) -> None:
+        """These blocks were taken: what they held, if anything, has lived until now."""
+        if fresh:
+            stored = self._stored_at[fresh]
+            gone = stored[~np.isnan(stored)]
+            if len(gone):
+                self.result.lifetimes.append(now - gone)
+                self._stored_at[fresh] = np.nan
+
+    def _note_stored(self, blocks: list[int], now: float) -> None:
+        """These blocks hold a content, some perhaps since long ago."""
+        stored = self._stored_at[blocks]
+        self._stored_at[blocks] = np.where(np.isnan(stored), now, stored)

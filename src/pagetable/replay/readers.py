@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -17,11 +18,12 @@ import numpy as np
 from pagetable.replay.trace import IntArray, TraceError, TraceRequest
 
 MAX_LINE_BYTES = 256 << 20
+HEAD = 100  # records that tell the format and the block size
 MAX_TIME = 1e15  # thirty million years in seconds, thirty thousand in milliseconds
 MAX_TOKENS = 1 << 31  # of one request; more is a mistake, and would not fit into memory
 FORMATS = """known formats, one JSON object a line (or a folder of WEKA sessions), plain or as .gz or .zst:
   mooncake  {"timestamp": ms, "input_length": .., "output_length": .., "hash_ids": [..]}    512 tokens a block,
-            or as many as its first "block_size" says
+            or as many as its "block_size" says, or as its lengths show
   qwen      the same with seconds, "chat_id", "parent_chat_id", "turn"                      16 tokens a block
   weka      {"block_size": 64, "requests": [{"t": seconds, "in": .., "out": .., "hash_ids": [..]}, ..]}, a session each
   tokens    {"prompt_token_ids": [..]}       and optionally "timestamp" (seconds), "output_length",
@@ -54,18 +56,31 @@ class Trace:
         self._encode = encode
         self.num_skipped = 0
         self.num_out_of_order = 0  # requests whose time lies before that of the one before; it is set to that one's
-        first = next((record for _, record in self._records(self._files()[0]) if record is not None), None)
-        if first is None:
-            raise TraceError(f"{self.path}: there is no JSON object in it; {FORMATS}")
-        self.format = _format_of(first, self.path)
+        head = list(islice((record for _, record in self._records(self._files()[0]) if record is not None), HEAD))
+        self.format = _format_of(head, self.path)
         self.block_size = self.format.block_size  # tokens of a hash; None: tokens are given
-        if self.block_size is not None and "block_size" in first:
-            self.block_size = _count(first, "block_size", least=1)
+        if self.format is TEXT and encode is None:
+            raise TraceError(
+                f"{self.path}: its prompts are texts; say with --model whose tokenizer cuts them into tokens"
+            )
+        if self.block_size is not None:
+            try:
+                self.block_size = _block_size_of(head, self.block_size)
+            except TraceError as error:
+                raise TraceError(f"{self.path}: {error}") from None
+        self._reading = Reading(encode, self.block_size)
+
+    @property
+    def num_inconsistent(self) -> int:
+        """Requests whose number of hashes does not fit the length of their prompt."""
+        return self._reading.num_inconsistent
 
     def __iter__(self) -> Iterator[TraceRequest]:
         self.num_skipped = self.num_out_of_order = 0
-        before = 0.0
+        first, before = None, 0.0
         for request in self._requests():
+            first = request.arrival if first is None else first
+            request.arrival -= first
             if request.arrival < before:
                 self.num_out_of_order += 1
                 request.arrival = before
@@ -74,10 +89,10 @@ class Trace:
 
     def _requests(self) -> Iterator[TraceRequest]:
         files = self._files()
+        reading = self._reading = Reading(self._encode, self.block_size)
         if self.format is not WEKA:
-            return self._of_file(files[0], Reading(self._encode, self.block_size))
+            return (request for file in files for request in self._of_file(file, reading))
         # Sessions lie one behind the other in files, and beside each other in time.
-        reading = Reading(self._encode, self.block_size)
         sessions = [
             _packed(self._of_record(file, number, record, reading))
             for file in files
@@ -94,7 +109,9 @@ class Trace:
     def _of_record(self, file: Path, number: int, record: Record, reading: Reading) -> Iterator[TraceRequest]:
         try:
             yield from self.format.read(record, reading)
-        except (TraceError, ValueError, OverflowError, RecursionError) as error:
+        except KeyError as error:
+            self._bad(file, number, f"{error.args[0]} is missing")
+        except (ValueError, OverflowError, RecursionError) as error:
             self._bad(file, number, str(error) or type(error).__name__)
 
     def _files(self) -> list[Path]:
@@ -108,16 +125,17 @@ class Trace:
     def _records(self, file: Path) -> Iterator[tuple[int, Record | None]]:
         """Number and JSON object of each line; None for a line that is none and may be skipped."""
         with _open(file) as lines:
-            number = 0
-            while line := lines.readline(MAX_LINE_BYTES):
+            number, is_first = 0, True
+            while line := _line(lines, file, number):
                 number += 1
                 if line.isspace():
                     continue
-                yield number, self._record(file, number, line, lines)
+                if is_first and line.strip() == b"{":  # one object over many lines
+                    line += lines.read(MAX_LINE_BYTES)
+                is_first = False
+                yield number, self._record(file, number, line)
 
-    def _record(self, file: Path, number: int, line: bytes, rest: BinaryIO) -> Record | None:
-        if number == 1 and line.strip() in (b"{", b"["):  # one object over many lines
-            line += rest.read(MAX_LINE_BYTES)
+    def _record(self, file: Path, number: int, line: bytes) -> Record | None:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
@@ -141,6 +159,7 @@ class Reading:
     encode: Encode | None
     block_size: int | None
     num_sessions: int = 0
+    num_inconsistent: int = 0
     roots: dict[Any, Any] | None = None  # Qwen: of each chat the first one of its conversation
 
 
@@ -153,7 +172,7 @@ def _read_mooncake(record: Record, reading: Reading) -> Iterator[TraceRequest]:
         reading,
         arrival=_time(record, "timestamp") / 1000,
         lengths=("input_length", "output_length"),
-        session=record.get("session_id"),
+        session=_session(record),
     )
 
 
@@ -223,8 +242,7 @@ def _read_tokens(record: Record, reading: Reading) -> Iterator[TraceRequest]:
 
 
 def _read_text(record: Record, reading: Reading) -> Iterator[TraceRequest]:
-    if reading.encode is None:
-        raise TraceError("its prompts are texts: say with --model whose tokenizer cuts them into tokens")
+    assert reading.encode is not None  # or the trace would not have been opened
     prompt = record["messages"] if "messages" in record else record["prompt"]
     if not isinstance(prompt, list if "messages" in record else str):
         raise TraceError("prompt must be a text, messages a list of messages")
@@ -258,11 +276,35 @@ TOKENS = TraceFormat("tokens", None, _has_tokens, _read_tokens)
 TEXT = TraceFormat("text", None, _has_text, _read_text)
 
 
-def _format_of(record: Record, path: Path) -> TraceFormat:
-    for known in (QWEN, MOONCAKE, WEKA, TOKENS, TEXT):  # the first that fits: the fields of a Qwen record are more
-        if known.fits(record):
-            return known
-    raise TraceError(f"{path}: no format has records with {', '.join(map(repr, record)) or 'no fields'}; {FORMATS}")
+def _format_of(records: list[Record], path: Path) -> TraceFormat:
+    """The format of the first record that has one."""
+    for record in records:
+        for known in (QWEN, MOONCAKE, WEKA, TOKENS, TEXT):  # a Qwen record has all the fields of a Mooncake record
+            if known.fits(record):
+                return known
+    fields = f"records with {', '.join(map(repr, records[0])) or 'no fields'}" if records else "no JSON objects in it"
+    raise TraceError(f"{path}: there are {fields}; {FORMATS}")
+
+
+def _block_size_of(records: list[Record], usual: int) -> int:
+    """Tokens of a hash: what a record says, or what all of these fit: the usual size, or else a power of two."""
+    for record in records:
+        if "block_size" in record:
+            return _count(record, "block_size", least=1)
+    sizes = [
+        (len(record["hash_ids"]), record["input_length"])
+        for record in records
+        if isinstance(record.get("hash_ids"), list) and isinstance(record.get("input_length"), int)
+    ]
+    for block_size in (usual, *(1 << power for power in range(21))):
+        if all(_fits(num_hashes, num_tokens, block_size) for num_hashes, num_tokens in sizes):
+            return block_size
+    return usual
+
+
+def _fits(num_hashes: int, num_tokens: int, block_size: int) -> bool:
+    """Whether so many tokens are so many blocks, with the last, partial one or without."""
+    return num_hashes in (num_tokens // block_size, -(-num_tokens // block_size))
 
 
 # -------------------------------------------------------------------- one record
@@ -272,17 +314,13 @@ def _hashed(
     record: Record, reading: Reading, *, arrival: float, lengths: tuple[str, str], session: Any
 ) -> TraceRequest:
     """A request whose prompt is known by the hashes of its blocks."""
-    block_size = reading.block_size or 1
     num_prompt_tokens, num_output_tokens = _count(record, lengths[0], least=1), _count(record, lengths[1])
     hash_ids = record.get("hash_ids")
     if not isinstance(hash_ids, list) or not set(map(type, hash_ids)) <= {int, str}:
         raise TraceError("hash_ids must be a list of whole numbers or texts")
-    full, all_blocks = num_prompt_tokens // block_size, -(-num_prompt_tokens // block_size)
-    if len(hash_ids) not in (full, all_blocks):
-        raise TraceError(
-            f"{lengths[0]}={num_prompt_tokens} are {all_blocks} blocks of {block_size} tokens, "
-            f"but there are {len(hash_ids)} hash_ids"
-        )
+    if record.get("block_size", reading.block_size) != reading.block_size:
+        raise TraceError(f"block_size={_shown(record['block_size'])}, before it was {reading.block_size}")
+    reading.num_inconsistent += not _fits(len(hash_ids), num_prompt_tokens, reading.block_size or 1)
     return TraceRequest(arrival, num_prompt_tokens, num_output_tokens, hash_ids, session=session)
 
 
@@ -295,17 +333,21 @@ def _plain(record: Record, token_ids: IntArray) -> TraceRequest:
     if output_token_ids is not None:
         num_output_tokens = len(output_token_ids)
     arrival = _time(record, "timestamp") if "timestamp" in record else 0.0
-    session = record.get("session_id")
-    if not isinstance(session, int | str | None):
-        raise TraceError(f"session_id={session!r} must be a number or a text")
     return TraceRequest(
         arrival,
         len(token_ids),
         num_output_tokens,
         token_ids=token_ids,
         output_token_ids=output_token_ids,
-        session=session,
+        session=_session(record),
     )
+
+
+def _session(record: Record) -> int | str | None:
+    session: int | str | None = record.get("session_id")
+    if not isinstance(session, int | str | None):
+        raise TraceError(f"session_id={_shown(session)} must be a number or a text")
+    return session
 
 
 def _count(record: Record, name: str, least: int = 0) -> int:
@@ -320,7 +362,7 @@ def _time(record: Record, name: str) -> float:
     if (
         not isinstance(value, int | float)
         or isinstance(value, bool)
-        or not 0 <= value < 1e15
+        or not 0 <= value < MAX_TIME
         or not math.isfinite(value)
     ):
         raise TraceError(f"{name}={_shown(value)}: a time from 0 up is expected")
@@ -345,12 +387,21 @@ def _shown(value: Any) -> str:
 # -------------------------------------------------------------------- files
 
 
+def _line(lines: BinaryIO, file: Path, number: int) -> bytes:
+    """The next line; TraceError where a packed file is damaged or ends too early."""
+    try:
+        return lines.readline(MAX_LINE_BYTES)
+    except Exception as error:  # each way of packing has errors of its own
+        raise TraceError(f"{file}, after line {number}: it cannot be unpacked: {error}") from error
+
+
 def _open(path: Path) -> BinaryIO:
     """A file to read bytes from, unpacked if it is packed. OSError if it cannot be; TraceError for a lack of zstd."""
     file = path.open("rb")
     magic = file.peek(4)[:4]
     if magic[:2] == b"\x1f\x8b":
-        return cast(BinaryIO, gzip.GzipFile(fileobj=file))
+        file.close()
+        return cast(BinaryIO, gzip.open(path))
     if magic == b"\x28\xb5\x2f\xfd":
         try:
             import zstandard

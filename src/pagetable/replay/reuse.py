@@ -2,7 +2,8 @@
 hits of LRU and of Belady's MIN.
 
 All blocks of a request that the next one on the same path reuses are one *run*: they were last used together, and are
-used again together. A chat has a handful of runs a request however long it is, and runs are all that is kept.
+used again together. A chat has a handful of runs a request however long it is. What is kept is the runs and a few
+numbers a request and a block, and no access.
 
 LRU is a stack algorithm (Mattson, Gecsei, Slutz, Traiger, 1970): a block is hit at capacity C exactly when fewer than C
 other blocks were used since. One pass over the trace gives the distances of all accesses, so LRU at every capacity.
@@ -22,6 +23,9 @@ from numpy.typing import NDArray
 
 from pagetable.replay.trace import Grown, IntArray
 
+NEVER = -1
+Runs = list[tuple[int, int]]  # (request, blocks), one behind the other along a path
+
 _CHUNK = 512  # requests whose live blocks are summed up together
 
 
@@ -32,6 +36,7 @@ class Access:
     path: IntArray  # all blocks that it leaves behind, from the root down
     num_accesses: int  # of these, those of its prompt
     num_reusable: int  # of these, those that it can hit: the last may have to be computed in any case
+    num_needed: int  # blocks without which it cannot begin
 
 
 class Reuse:
@@ -40,14 +45,15 @@ class Reuse:
     def __init__(self) -> None:
         self.num_requests = 0
         self.num_accesses = 0
+        self.num_reusable = 0  # of these, those that could be hit
         self.num_hits = 0  # of an infinite cache
         self.num_nodes = 0
         self._last_user = Grown(-1)  # request that used a block last
         self._live = Grown(0)  # by request: blocks that it used last
         self._live_sums = Grown(0)  # of _CHUNK requests
-        self._sizes: list[int] = []  # by request: blocks
-        self._reusable: list[int] = []
-        self._next_uses: list[list[tuple[int, int]]] = []  # by request: (request that uses them next, blocks)
+        self._sizes: list[int] = []  # by request: blocks that it leaves behind
+        self._needed: list[int] = []  # by request: blocks without which it is refused
+        self._next_uses: list[Runs] = []  # by request: who hits its blocks next, from the root down
         self._distances = np.zeros(1024, np.int64)  # differences of the histogram of LRU distances
         self._arrivals: list[float] = []
         self._intervals: list[tuple[float, int]] = []  # seconds between two uses, blocks
@@ -65,8 +71,10 @@ class Reuse:
             if hit:
                 self._count_distances(self._blocks_used_after(user, now), hit)
                 self._intervals.append((arrival - self._arrivals[user], hit))
+                self._next_uses[user].append((now, hit))
                 hits += hit
-            self._next_uses[user].append((now, length))
+            if hit < length:  # these must be computed again in any case
+                self._next_uses[user].append((NEVER, length - hit))
             depth += length
         for user, length in runs:
             live[user] -= length
@@ -75,11 +83,12 @@ class Reuse:
         sums[now // _CHUNK] += len(path)
         last_user[path] = now
         self._sizes.append(len(path))
-        self._reusable.append(reusable)
+        self._needed.append(access.num_needed)
         self._next_uses.append([])
         self._arrivals.append(arrival)
         self.num_requests += 1
         self.num_accesses += access.num_accesses
+        self.num_reusable += reusable
         self.num_hits += hits
         self.num_nodes += len(path) - depth
         return hits
@@ -112,16 +121,35 @@ class Reuse:
 
     def min_hits(self, capacity: int) -> int:
         """Hits of Belady's MIN with so many blocks. A request that needs more than there are hits nothing."""
-        cache = _Optimum(capacity)
-        return sum(
-            cache.use(now, self._sizes[now], self._reusable[now], self._next_uses[now])
-            for now in range(self.num_requests)
-        )
+        cache, hits = _Optimum(capacity), 0
+        for now, needed in enumerate(self._needed):
+            if needed <= capacity:  # its answer may outgrow the cache all the same
+                hits += cache.use(now, min(self._sizes[now], capacity), self._served(self._next_uses[now], capacity))
+        return hits
+
+    def _served(self, runs: Runs, capacity: int) -> Runs:
+        """The runs without requests that are too large: whoever waits for one of them waits for the next after it."""
+        if all(self._needed[request] <= capacity for request, _ in runs if request != NEVER):
+            return runs
+        served: Runs = []
+        depth, ahead = 0, runs[::-1]
+        while ahead:
+            request, length = ahead.pop()
+            if request == NEVER or self._needed[request] <= capacity:
+                served.append((request, length))
+                depth += length
+                continue
+            ahead += _between(self._next_uses[request], depth, depth + length)[::-1]
+        return served
 
 
 @dataclass(slots=True)
 class _Optimum:
-    """MIN's cache, as numbers of blocks by the request that uses them next."""
+    """MIN's cache, as numbers of blocks by the request that hits them next.
+
+    A block that the next request on its path must compute in any case is worth nothing until then. It counts among
+    those not used again, and once more when that request leaves it behind: too many, but of those that go first.
+    """
 
     capacity: int
     num_blocks: int = 0
@@ -129,26 +157,25 @@ class _Optimum:
     waiting: dict[int, int] = field(default_factory=dict)
     latest: list[int] = field(default_factory=list)  # heap of -request, of those in `waiting` and some that were
 
-    def use(self, now: int, size: int, reusable: int, next_uses: list[tuple[int, int]]) -> int:
+    def use(self, now: int, size: int, next_uses: Runs) -> int:
         """Serve a request of `size` blocks; its hits."""
         present = self.waiting.pop(now, 0)
-        if size > self.capacity:
-            self._keep(present, next_uses)  # what is there stays for whoever comes next
-            return 0
         self._evict(self.num_blocks - present + size - self.capacity)
         self.num_blocks += size - present
         self._keep(size, next_uses)
-        return min(present, reusable)
+        return present
 
-    def _keep(self, num_blocks: int, next_uses: list[tuple[int, int]]) -> None:
-        """So many blocks of a path, from its head on, wait for their next use; the head is used first."""
+    def _keep(self, num_blocks: int, next_uses: Runs) -> None:
+        """The first `num_blocks` blocks of a path wait for their next use."""
         for request, length in next_uses:
             length = min(length, num_blocks)
-            if length:
+            num_blocks -= length
+            if request == NEVER:
+                self.never += length
+            elif length:
                 if request not in self.waiting:
                     heappush(self.latest, -request)
                 self.waiting[request] = self.waiting.get(request, 0) + length
-                num_blocks -= length
         self.never += num_blocks
 
     def _evict(self, num_blocks: int) -> None:
@@ -170,7 +197,18 @@ class _Optimum:
                 self.waiting[request] -= gone
 
 
-def _runs(last_users: IntArray) -> list[tuple[int, int]]:
+def _between(runs: Runs, start: int, end: int) -> Runs:
+    """What runs say of the blocks of a path from `start` to `end`; of those past the last run, that they are over."""
+    parts, depth = [], 0
+    for request, length in [*runs, (NEVER, end)]:
+        overlap = min(end, depth + length) - max(start, depth)
+        if overlap > 0:
+            parts.append((request, overlap))
+        depth += length
+    return parts
+
+
+def _runs(last_users: IntArray) -> Runs:
     """(last user, blocks) of each run along a path; where nobody used a block before, there are no more."""
     if not len(last_users):
         return []

@@ -64,7 +64,7 @@ def _limits(values: tuple[str, ...]) -> dict[str, float]:
 
 @click.group()
 def bench() -> None:
-    """Measure a server."""
+    """Measure a server, or what a step of a model costs."""
 
 
 @bench.command()

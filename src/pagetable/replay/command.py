@@ -1,0 +1,213 @@
+"""`pagetable replay`: the options, the table for people, the JSON for machines."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from pagetable.memory import EVICTION_POLICIES
+from pagetable.replay.sizing import DTYPE_BYTES, bytes_per_token, format_bytes, seconds_for_people
+
+if TYPE_CHECKING:
+    from pagetable.replay.blocks import Workload
+
+
+def _list(_: click.Context, __: click.Parameter, value: str) -> list[str]:
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+@click.command()
+@click.argument("trace", type=click.Path(exists=True, path_type=Path))
+@click.option(
+    "--capacity",
+    "capacities",
+    default="1%,2%,5%,10%,20%",
+    show_default=True,
+    callback=_list,
+    help="Sizes of the cache: shares of the blocks of the trace (5%), blocks (2000), bytes (4GiB).",
+)
+@click.option(
+    "--policy",
+    "policies",
+    default="lru",
+    show_default=True,
+    callback=_list,
+    help=f"Eviction policies: {', '.join(EVICTION_POLICIES)}; or all.",
+)
+@click.option("--block-size", type=int, help="Tokens a block.  [default: the trace's; 16 for tokens and texts]")
+@click.option("-m", "--model", help="Gives the bytes of a token, and the tokenizer for texts.")
+@click.option("--bytes-per-token", type=click.IntRange(1), help="Of K and V, in place of --model.")
+@click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(list(DTYPE_BYTES)),
+    default="bfloat16",
+    show_default=True,
+    help="With --model.",
+)
+@click.option("--until", type=click.FloatRange(0), help="End after so many seconds of the trace.")
+@click.option("--sample", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Share of the sessions.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the sample.")
+@click.option("--skip-bad", is_flag=True, help="Count lines that cannot be understood, instead of ending there.")
+@click.option("--timed", is_flag=True, help="In time, under the real scheduler; needs --cost-model.")
+@click.option(
+    "--cost-model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="What a step costs: a file of `pagetable bench calibrate`.",
+)
+@click.option("--speed", type=float, default=1.0, show_default=True, help="2: requests arrive twice as fast.")
+@click.option("--max-num-seqs", type=click.IntRange(1), default=128, show_default=True, help="That run at once.")
+@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=2048, show_default=True, help="Of a step.")
+@click.option("--check", is_flag=True, help="Verify the page table's invariants after each request; slow.")
+@click.option("--report", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="HTML page to write.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
+def replay(trace: Path, as_json: bool, report: Path | None, **options: Any) -> None:
+    """Replay TRACE on the page table that serves, and compare with the best that was possible.
+
+    TRACE is a file of Mooncake, Qwen-Bailian, WEKA agent sessions, or JSONL with tokens or texts; plain, .gz or .zst.
+    """
+    result = _run(trace, options)
+    if report is not None:
+        from pagetable.replay.report import write_report
+
+        write_report(result, report)
+        click.echo(f"{report} written", err=True)
+    click.echo(json.dumps(result) if as_json else describe(result))
+
+
+def _run(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+    from pagetable.replay.cost import CostModel
+    from pagetable.replay.replay import replay_cache, replay_timed
+    from pagetable.replay.timed_replay import Limits
+
+    _check(options)
+    workload, token_bytes = _workload(path, options), _token_bytes(options)
+    policies = list(EVICTION_POLICIES) if options["policies"] == ["all"] else options["policies"]
+    block_bytes = None if token_bytes is None else token_bytes * workload.block_size
+    common: dict[str, Any] = {"block_bytes": block_bytes, "progress": _progress()}
+    if not options["timed"]:
+        return replay_cache(workload, policies, options["capacities"], check=options["check"], **common)
+    cost = CostModel.load(options["cost_model"])
+    limits = Limits(options["max_num_seqs"], options["max_num_batched_tokens"])
+    return replay_timed(workload, policies, options["capacities"], cost, limits, speed=options["speed"], **common)
+
+
+def _check(options: dict[str, Any]) -> None:
+    """Refuse options that say nothing together."""
+    if options["timed"] and options["cost_model"] is None:
+        raise click.UsageError("--timed needs --cost-model FILE; make one: pagetable bench calibrate -o FILE")
+    if options["cost_model"] is not None and not options["timed"]:
+        raise click.UsageError("--cost-model is for --timed")
+    if options["timed"] and options["check"]:
+        raise click.UsageError("--check is for a replay without --timed")
+    if not 0 < options["speed"] < math.inf:
+        raise click.UsageError(f"--speed {options['speed']} is not a number above 0")
+
+
+def _workload(path: Path, options: dict[str, Any]) -> Workload:
+    from pagetable.replay.blocks import Workload
+    from pagetable.replay.readers import Trace
+
+    encode = None
+    if options["model"] is not None:
+        from pagetable.replay.tokenizing import encoder_of
+
+        encode = encoder_of(options["model"])
+    trace = Trace(path, skip_bad=options["skip_bad"], encode=encode)
+    until = math.inf if options["until"] is None else options["until"]
+    return Workload(trace, options["block_size"], until=until, sample=options["sample"], seed=options["seed"])
+
+
+def _token_bytes(options: dict[str, Any]) -> int | None:
+    given: int | None = options["bytes_per_token"]
+    if given is None and options["model"] is not None:
+        return bytes_per_token(options["model"], options["kv_cache_dtype"])
+    return given
+
+
+def _progress() -> Any:
+    """Shows how far it is on a terminal, a few times a second."""
+    if not sys.stderr.isatty():
+        return lambda what, count: None
+    shown = time.perf_counter()
+
+    def show(what: str, count: int) -> None:
+        nonlocal shown
+        if time.perf_counter() - shown > 0.2:
+            shown = time.perf_counter()
+            click.echo(f"\r{what}: {count:,} requests ", nl=False, err=True)
+
+    return show
+
+
+def describe(result: dict[str, Any]) -> str:
+    """The result as a table for people."""
+    trace, memory = result["trace"], result["memory"]
+    bytes_needed = "" if memory["bytes"] is None else f", {format_bytes(memory['bytes'])}"
+    lines = [
+        f"{trace['path']}  ({trace['format']}, {trace['block_size']} tokens a block)",
+        f"  {trace['requests']:,} requests of {trace['sessions']:,} sessions "
+        f"in {seconds_for_people(trace['seconds'])}, {trace['accesses']:,} block accesses, "
+        f"{trace['unique_blocks']:,} blocks",
+        f"  infinite cache: {trace['infinite_block_hit_rate']:.2%} of blocks, "
+        f"{trace['infinite_token_hit_rate']:.2%} of tokens",
+        f"  {memory['goal']:.0%} of that with LRU: {memory['blocks']:,} blocks, {memory['share']:.1%} of all"
+        f"{bytes_needed}",
+    ]
+    if trace["skipped_lines"] or trace["out_of_order"] or trace["inconsistent_lengths"]:
+        lines.append(
+            f"  {trace['skipped_lines']} lines skipped, {trace['out_of_order']} requests out of order, "
+            f"{trace['inconsistent_lengths']} with a number of hashes that does not fit their length"
+        )
+    lines += ["", *(_timed_table if result["mode"] == "timed" else _cache_table)(result["rows"])]
+    refused = max(row["refused_requests"] for row in result["rows"])
+    if refused:
+        lines.append(f"\nUp to {refused:,} requests need more blocks than there are, and missed everything.")
+    lines += [
+        "\nhit, tokens: share of block accesses and of prompt tokens found. MIN: the best that is possible (Belady).",
+        "Times are those of the median and the 99th percentile; wait is for a place in the batch."
+        if result["mode"] == "timed"
+        else "prefill: blocks computed, over those of MIN. lived: median time from a block's filling to its eviction.",
+    ]
+    return "\n".join(lines)
+
+
+def _cache_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{_HEAD} {'of MIN':>7} {'prefill':>8} {'evictions':>10} {'lived':>8} {'took':>7}"]
+    for row in rows:
+        lived = row["block_lifetime_s"] and row["block_lifetime_s"]["p50"]
+        lines.append(
+            f"{_rates(row)} {row['share_of_min']:>7.1%} {row['prefill_amplification']:>7.2f}x {row['evictions']:>10,} "
+            f"{seconds_for_people(lived):>8} {row['seconds']:>6.1f}s"
+        )
+    return lines
+
+
+def _timed_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [f"{_HEAD} {'wait':>15} {'TTFT':>17} {'ITL':>17} {'preempted':>9} {'tok/s':>7} {'took':>7}"]
+    for row in rows:
+        times = [
+            "-" if row[name] is None else " / ".join(seconds_for_people(row[name][p]) for p in ("p50", "p99"))
+            for name in ("queue_s", "ttft_s", "itl_s")
+        ]
+        rate = row["output_tokens"] / row["clock_s"] if row["clock_s"] else 0.0
+        lines.append(
+            f"{_rates(row)} {times[0]:>15} {times[1]:>17} {times[2]:>17} {row['preemptions']:>9,} {rate:>7,.0f} "
+            f"{row['seconds']:>6.1f}s"
+        )
+    return lines
+
+
+_HEAD = f"{'capacity':>10} {'blocks':>9}  {'policy':<8} {'hit':>7} {'tokens':>7} {'MIN':>7}"
+
+
+def _rates(row: dict[str, Any]) -> str:
+    return (
+        f"{row['capacity_share']:>10.2%} {row['capacity_blocks']:>9,}  {row['policy']:<8} "
+        f"{row['block_hit_rate']:>7.2%} {row['token_hit_rate']:>7.2%} {row['min_block_hit_rate']:>7.2%}"
+    )
