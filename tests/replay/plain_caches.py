@@ -14,10 +14,23 @@ Prefix = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Visit:
-    """A request that must hold all blocks of `path`; of the first `num_reusable`, those that are there are hits."""
+    """A request that must hold all blocks of `path`; of the first `num_reusable`, those that are there are hits.
+
+    Without room for `num_needed` it is turned away. The rest is its answer, which ends where the room does.
+    """
 
     path: Prefix  # numbers of nodes; one belongs to one place in the tree
     num_reusable: int
+    num_needed: int
+
+
+def _served(visits: list[Visit], capacity: int) -> list[Visit]:
+    """What a cache gets to see of them."""
+    return [
+        Visit(visit.path[:capacity], visit.num_reusable, visit.num_needed)
+        for visit in visits
+        if visit.num_needed <= capacity
+    ]
 
 
 def _num_hits(cached: frozenset[int] | set[int], visit: Visit) -> int:
@@ -32,7 +45,7 @@ def belady_hits(visits: list[Visit], capacity: int) -> int:
     A request that does not fit is turned away and is no use of anything. A block whose next user cannot hit it, and
     computes it in any case, is kept for nothing.
     """
-    served = [visit for visit in visits if len(visit.path) <= capacity]
+    served = _served(visits, capacity)
     cached: set[int] = set()
     hits = 0
     for now, visit in enumerate(served):
@@ -57,7 +70,7 @@ def best_hits(visits: list[Visit], capacity: int, *, leaves_only: bool) -> int:
     Victims are idle blocks: with `leaves_only` such that no cached block loses its parent, otherwise any.
     """
     parents = {node: above for visit in visits for above, node in zip((-1, *visit.path), visit.path, strict=False)}
-    served = [visit for visit in visits if len(visit.path) <= capacity]
+    served = _served(visits, capacity)
 
     def is_whole(cached: frozenset[int]) -> bool:
         return all(parents[node] in cached or parents[node] == -1 for node in cached)

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from pagetable.memory import EVICTION_POLICIES
+from pagetable.replay.blocks import Workload
+from pagetable.replay.readers import Trace
 from pagetable.replay.reuse import Access, Reuse
 from tests.replay.plain_caches import Prefix, Visit, belady_hits, best_hits, lru_curve
 from tests.replay.small_traces import (
@@ -20,6 +22,7 @@ from tests.replay.small_traces import (
     reuse_of,
     token_workload,
     tokens,
+    write_trace,
 )
 
 every_policy = pytest.mark.parametrize("policy", EVICTION_POLICIES)
@@ -27,26 +30,33 @@ every_policy = pytest.mark.parametrize("policy", EVICTION_POLICIES)
 
 def visits_of(paths: list[Prefix]) -> list[Visit]:
     """All blocks can be hit, as in traces of hashes."""
-    return [Visit(path, len(path)) for path in paths]
+    return [Visit(path, len(path), len(path)) for path in paths]
 
 
 def random_visits(rng: random.Random, num_nodes: int, num_requests: int) -> list[Visit]:
-    """The ends of paths cannot be hit, as the answers in traces of tokens."""
-    return [
-        Visit(path, max(0, len(path) - rng.choice([0, 0, 1, 1, 2])))
-        for path in random_paths(rng, num_nodes, num_requests)
-    ]
+    """The ends of paths cannot be hit, as the answers in traces of tokens, or the last block of a prompt."""
+    visits = []
+    for path in random_paths(rng, num_nodes, num_requests):
+        num_reusable = max(0, len(path) - rng.choice([0, 0, 1, 1, 2, 3]))
+        visits.append(Visit(path, num_reusable, num_reusable + 1))
+    return visits
+
+
+def add_visit(reuse: Reuse, visit: Visit, seconds: float) -> None:
+    path = np.array(visit.path, np.int32)
+    reuse.add(Access(path, len(path), visit.num_reusable, visit.num_needed), seconds)
 
 
 def reuse_from(visits: list[Visit]) -> Reuse:
     reuse = Reuse()
     for seconds, visit in enumerate(visits):
-        reuse.add(Access(np.array(visit.path, np.int32), len(visit.path), visit.num_reusable, len(visit.path)), float(seconds))
+        add_visit(reuse, visit, float(seconds))
     return reuse
 
 
 def longest(visits: list[Visit]) -> int:
-    return max(len(visit.path) for visit in visits)
+    """Blocks with which nothing is turned away or cut short."""
+    return max(max(len(visit.path), visit.num_needed) for visit in visits)
 
 
 # ---------------------------------------------------------------- against Belady's rule
@@ -118,11 +128,14 @@ def test_nor_where_the_ends_of_paths_cannot_be_hit(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_nor_where_some_requests_do_not_fit(seed: int) -> None:
     rng = random.Random(seed)
-    for _ in range(5):
+    for _ in range(3):
         visits = visits_of(random_paths(rng, rng.randint(5, 9), rng.randint(8, 14)))
         for capacity in range(1, min(longest(visits), 6)):
             assert_best(visits, capacity)
             assert_best_of_leaves(visits, capacity)
+        visits = random_visits(rng, rng.randint(5, 8), rng.randint(8, 13))
+        for capacity in range(1, min(longest(visits), 5)):
+            assert_best(visits, capacity)
 
 
 def test_the_search_finds_what_only_the_future_tells() -> None:
@@ -162,7 +175,7 @@ def test_seconds_between_two_uses_of_each_block(seed: int) -> None:
     expected: list[float] = []
     for visit in random_visits(rng, 12, 60):
         seconds += rng.choice([0.0, 1.0, 2.5])
-        reuse.add(Access(np.array(visit.path, np.int32), len(visit.path), visit.num_reusable, len(visit.path)), seconds)
+        add_visit(reuse, visit, seconds)
         expected += [seconds - last[node] for node in visit.path[: visit.num_reusable] if node in last]
         last.update(dict.fromkeys(visit.path, seconds))
     intervals, counts = reuse.intervals()
@@ -295,10 +308,8 @@ def test_nothing_asked_for_is_nothing_hit(capacity: int, tmp_path: Path) -> None
 
 
 def test_a_prompt_shorter_than_a_block_asks_for_nothing(tmp_path: Path) -> None:
-    record = mooncake(0, input_length=5, hash_ids=[])
-    path = tmp_path / "x"
-    path.mkdir()
-    workload = hashed_workload(path, [(1,)])
+    records = [mooncake(0, 1), mooncake(1, input_length=5), mooncake(2, 1)]
+    workload = Workload(Trace(write_trace(tmp_path / "trace.jsonl", records)))
     reuse = reuse_of(workload)
-    reuse.add(Access(np.array(record["hash_ids"], np.int32), 0, 0, 0), 1.0)
-    assert (reuse.num_requests, reuse.num_accesses, reuse.min_hits(1)) == (2, 1, 0)
+    assert (reuse.num_requests, reuse.num_accesses, reuse.min_hits(1)) == (3, 2, 1)
+    assert play(workload, "lru", 1).hits == [0, 0, 1]

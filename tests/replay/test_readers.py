@@ -31,7 +31,7 @@ from tests.replay.small_traces import (
 )
 
 HUGE = 10**400  # more than a float can hold
-PARTS = Record | str | bytes
+Line = Record | str | bytes  # a record, or what is none
 
 
 def encode(prompt: str | list[Any]) -> list[int]:
@@ -40,7 +40,7 @@ def encode(prompt: str | list[Any]) -> list[int]:
     return list(text.encode())
 
 
-def trace_of(folder: Path, *lines: PARTS, name: str = "trace.jsonl", **options: Any) -> Trace:
+def trace_of(folder: Path, *lines: Line, name: str = "trace.jsonl", **options: Any) -> Trace:
     """A trace of these lines: records, or what is no record."""
     raw = [line if isinstance(line, str | bytes) else json.dumps(line) for line in lines]
     content = b"".join((line.encode() if isinstance(line, str) else line) + b"\n" for line in raw)
@@ -270,7 +270,7 @@ def test_a_trace_read_twice_tells_the_same(kind: str, tmp_path: Path) -> None:
 
 @every_format
 def test_order_of_arrival_is_kept_and_blank_lines_are_nothing(kind: str, tmp_path: Path) -> None:
-    lines: list[PARTS] = []
+    lines: list[Line] = []
     for record in GOOD[kind]:
         lines += [record, "", "  \t "]
     trace = trace_of(tmp_path, *lines, encode=encode)
@@ -515,6 +515,7 @@ def test_a_prompt_that_is_shorter_than_a_block_is_a_session_of_its_own() -> None
 
 NOT_NUMBERS: list[Any] = [None, "7", [], {}, True]
 NOT_COUNTS = [*NOT_NUMBERS, 1.0, math.nan, math.inf, -1, 2**31, HUGE]
+NOT_LENGTHS = [value for value in NOT_COUNTS if value is not None]  # of an answer: none is none
 NOT_TIMES = [*NOT_NUMBERS, math.nan, math.inf, -math.inf, -0.001, -1, 1e300, HUGE]
 NOT_HASHES: list[Any] = [None, 7, "7", {}, [1.0], [None], [[1]], [{}], [True], [math.nan]]
 NOT_TOKENS: list[Any] = [None, 7, {}, [], [1.5], [True], ["1"], [None], [[1]], [-1], [2**31], [HUGE], [math.nan]]
@@ -522,17 +523,17 @@ NOT_TOKENS: list[Any] = [None, 7, {}, [], [1.5], [True], ["1"], [None], [[1]], [
 WRONG_VALUES: dict[tuple[str, str], list[Any]] = {
     ("mooncake", "timestamp"): NOT_TIMES,
     ("mooncake", "input_length"): [*NOT_COUNTS, 0],
-    ("mooncake", "output_length"): NOT_COUNTS,
+    ("mooncake", "output_length"): NOT_LENGTHS,
     ("mooncake", "hash_ids"): NOT_HASHES,
     ("qwen", "timestamp"): NOT_TIMES,
     ("qwen", "input_length"): [*NOT_COUNTS, 0],
-    ("qwen", "output_length"): NOT_COUNTS,
+    ("qwen", "output_length"): NOT_LENGTHS,
     ("qwen", "hash_ids"): NOT_HASHES,
     ("qwen", "chat_id"): [None, 1.5, [], {}, math.nan],
     ("qwen", "parent_chat_id"): [1.5, [], {}, math.nan],
     ("tokens", "prompt_token_ids"): NOT_TOKENS,
     ("tokens", "output_token_ids"): [7, {}, [1.5], [True], ["1"], [-1], [2**31], [HUGE]],
-    ("tokens", "output_length"): NOT_COUNTS,
+    ("tokens", "output_length"): NOT_LENGTHS,
     ("tokens", "timestamp"): NOT_TIMES,
     ("tokens", "session_id"): [1.5, [], {}],
     ("text", "prompt"): [None, 7, {}, True, ""],
@@ -558,7 +559,7 @@ MISSING = [
 ]
 
 
-def assert_named_and_counted(folder: Path, good: Record, bad: PARTS) -> None:
+def assert_named_and_counted(folder: Path, good: Record, bad: Line) -> None:
     """The bad line in the middle is named, and with `skip_bad` it is all that is missing."""
     with pytest.raises(TraceError, match=r"trace\.jsonl, line 2: .*--skip-bad") as caught:
         list(trace_of(folder, good, bad, good, encode=encode))
@@ -594,7 +595,7 @@ SESSION = weka(weka_request(0, 1), weka_request(1, 1, 2))
         *({"block_size": value} for value in (None, 128, "64", 0, -64, 64.5, [])),
         *({"requests": [weka_request(0, 1, t=value)]} for value in NOT_TIMES),
         *({"requests": [weka_request(0, 1, **{"in": value})]} for value in [*NOT_COUNTS, 0]),
-        *({"requests": [weka_request(0, 1, out=value)]} for value in NOT_COUNTS),
+        *({"requests": [weka_request(0, 1, out=value)]} for value in NOT_LENGTHS),
         *({"requests": [weka_request(0, 1, hash_ids=value)]} for value in NOT_HASHES),
         {"requests": [{"t": 0, "in": 64, "out": 1}]},
         {"requests": [{"in": 64, "out": 1, "hash_ids": [1]}]},
@@ -889,3 +890,54 @@ def test_the_books_on_reuse_grow_with_blocks_and_not_with_accesses(tmp_path: Pat
         assert reuse_of(Workload(Trace(path))).num_hits == 1499 * 250
 
     assert peak_of(read) < 1_500_000
+
+
+# ---------------------------------------------------------------- what was read wrongly once
+
+
+def test_a_cut_zst_is_not_a_whole_one(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", (mooncake(i, *range(i, i + 40)) for i in range(3000)))
+    packed = zst(path.read_bytes())
+    path.write_bytes(packed[: len(packed) // 2])
+    with pytest.raises(TraceError, match=r"trace\.jsonl, after line \d+: it cannot be unpacked: it ends"):
+        list(Trace(path, skip_bad=True))
+
+
+def test_a_session_with_a_bad_request_is_left_out_whole(tmp_path: Path) -> None:
+    good, bad = weka(weka_request(0, 1)), weka(weka_request(0, 1), weka_request(1, 2, out=-1), weka_request(2, 3))
+    trace = trace_of(tmp_path, good, bad, skip_bad=True)
+    assert (len(list(trace)), trace.num_skipped) == (1, 1)
+
+
+def test_a_stray_brace_is_one_bad_line(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text("{\n" + "".join(json.dumps(mooncake(i, 1)) + "\n" for i in range(3)))
+    trace = Trace(path, skip_bad=True)
+    assert (len(list(trace)), trace.num_skipped) == (3, 1)
+    with pytest.raises(TraceError, match="line 1"):
+        Trace(path)
+
+
+def test_in_a_folder_empty_files_and_folders_are_passed_over(tmp_path: Path) -> None:
+    folder_of(tmp_path, b=weka(weka_request(0, 1)))
+    (tmp_path / "a.json").write_text("")
+    (tmp_path / "c.json").mkdir()
+    assert len(list(Trace(tmp_path))) == 1
+
+
+def test_what_a_template_raises_is_the_fault_of_its_line(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", [{"messages": [1, 2]}])
+
+    def encode(messages: Any) -> list[int]:
+        return [len(message["content"]) for message in messages]
+
+    with pytest.raises(TraceError, match="line 1: its prompt cannot be turned into tokens"):
+        list(Trace(path, encode=encode))
+
+
+def test_an_aborted_request_has_no_answer(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", [{"prompt_token_ids": [1, 2], "output_token_ids": []}])
+    (request,) = Trace(path)
+    assert request.num_output_tokens == 0
+    (access,) = (access for _, access in Workload(Trace(path), 1))
+    assert len(access.path) == 2

@@ -12,11 +12,13 @@ import pytest
 
 from pagetable.memory import EVICTION_POLICIES
 from pagetable.replay.blocks import Workload
+from pagetable.replay.cost import CostModel
 from pagetable.replay.readers import Trace
-from pagetable.replay.replay import replay_cache
+from pagetable.replay.replay import replay_cache, replay_timed
 from pagetable.replay.report import report_html, write_report
 from pagetable.replay.report_figures import bytes_for_people, share_for_people
 from pagetable.replay.report_page import COLOURS
+from pagetable.replay.timed_replay import Limits
 from pagetable.replay.trace import TraceError
 
 HOSTILE = "</script><script>alert(1)</script>.jsonl"
@@ -45,6 +47,7 @@ def a_row(policy: str, blocks: int, rate: float, **more: object) -> dict:
 
 def a_result(rows: list[dict], **trace: object) -> dict:
     return {
+        "mode": "cache",
         "trace": {
             "path": "traces/monday.jsonl",
             "format": "mooncake",
@@ -61,6 +64,7 @@ def a_result(rows: list[dict], **trace: object) -> dict:
             "waste": 0.025,
             "skipped_lines": 0,
             "out_of_order": 0,
+            "inconsistent_lengths": 0,
             **trace,
         },
         "memory": {"goal": 0.9, "block_hit_rate": 0.42, "blocks": 123, "tokens": 1968, "share": 0.3075, "bytes": None},
@@ -220,6 +224,24 @@ def test_a_trace_without_any_reuse():
     assert cells_of(page)[-1][1] == "200 %"
 
 
+def test_a_replay_in_time_has_latencies():
+    times = {f"{name}_s": {"p50": 0.25, "p90": 1.0, "p99": 3.5} for name in ("queue", "ttft", "tpot", "itl")}
+    rows = [
+        a_row("lru", 20, 0.2, **times, e2e_s=None, preemptions=4321, output_tokens=9000, clock_s=100.0),
+        a_row("arc", 20, 0.2, **times, e2e_s=None, preemptions=0, output_tokens=0, clock_s=0.0),
+    ]
+    for row, misses in zip(rows, ({"in_flight": 30, "evicted": 70}, {}), strict=True):
+        row["misses"] = misses  # admissions
+        del row["block_lifetime_s"]
+    limits = {"speed": 2.0, "max_num_seqs": 128, "max_num_batched_tokens": 2048}
+    page = report_html(a_result(rows) | {"mode": "timed", "limits": limits})
+    assert ["lru", "5 %", "20", "", "70.0 %", "30.0 %"] in cells_of(page)
+    assert ["arc", "5 %", "20", "", "0.0 %", "0.0 %"] in cells_of(page)
+    time = "250 ms 3.5 s"
+    assert cells_of(page)[-2][6:] == ["98,765", time, time, time, "–", "4,321", "90", "3.2 s"]
+    assert "in time at speed 2, at most 128 requests" in page
+
+
 @pytest.mark.parametrize("num_capacities", [1, 9])
 def test_one_capacity_is_shown_at_first(num_capacities: int):
     page = report_html(a_result([a_row("lru", 10 + number, 0.2) for number in range(num_capacities)]))
@@ -228,15 +250,21 @@ def test_one_capacity_is_shown_at_first(num_capacities: int):
     assert len(boxes) == num_capacities
 
 
-def test_a_real_replay(tmp_path: Path):
-    """What `replay_cache` gives is what the page wants."""
+@pytest.mark.parametrize("mode", ["cache", "timed"])
+def test_a_real_replay(tmp_path: Path, mode: str):
+    """What `replay_cache` and `replay_timed` give is what the page wants."""
     trace = tmp_path / "trace.jsonl"
     lines = (
         {"timestamp": 1000 * n, "input_length": 1500, "output_length": 10, "hash_ids": [0, n % 3 + 1, n % 7 + 10]}
         for n in range(40)
     )
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = replay_cache(Workload(Trace(trace)), ["lru", "arc"], ["4", "50%"], block_bytes=1 << 20)
+    asked = (Workload(Trace(trace)), ["lru", "arc"], ["4", "50%"])
+    if mode == "cache":
+        result = replay_cache(*asked, block_bytes=1 << 20)
+    else:
+        cost = CostModel(0.01, 0.0001, 0.0, 0.001, 0.0, about={"model": HOSTILE})
+        result = replay_timed(*asked, cost, Limits(), block_bytes=1 << 20)
     write_report(result, tmp_path / "report.html")
     page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<title>trace.jsonl: KV cache replay</title>" in page

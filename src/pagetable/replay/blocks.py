@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
@@ -82,7 +82,8 @@ class Workload:
         return Access(tree.path(contents), len(prompt) // size, reusable, reusable + 1)
 
     def _is_kept(self, session: Any) -> bool:
-        return crc32(f"{self._seed}/{session}".encode()) < self.sample * 2**32
+        digest = blake2b(f"{self._seed}/{session}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "big") < self.sample * 2**64
 
     def hits_as_tokens(self, request: TraceRequest, num_hits: int) -> int:
         """Tokens in so many blocks of a prompt."""

@@ -40,7 +40,9 @@ def _list(_: click.Context, __: click.Parameter, value: str) -> list[str]:
     callback=_list,
     help=f"Eviction policies: {', '.join(EVICTION_POLICIES)}; or all.",
 )
-@click.option("--block-size", type=int, help="Tokens a block.  [default: the trace's; 16 for tokens and texts]")
+@click.option(
+    "--block-size", type=click.IntRange(1), help="Tokens a block.  [default: the trace's; 16 for tokens and texts]"
+)
 @click.option("-m", "--model", help="Gives the bytes of a token, and the tokenizer for texts.")
 @click.option("--bytes-per-token", type=click.IntRange(1), help="Of K and V, in place of --model.")
 @click.option(
@@ -51,7 +53,9 @@ def _list(_: click.Context, __: click.Parameter, value: str) -> list[str]:
     help="With --model.",
 )
 @click.option("--until", type=click.FloatRange(0), help="End after so many seconds of the trace.")
-@click.option("--sample", type=click.FloatRange(0, 1), default=1.0, show_default=True, help="Share of the sessions.")
+@click.option(
+    "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Share of sessions."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the sample.")
 @click.option("--skip-bad", is_flag=True, help="Count lines that cannot be understood, instead of ending there.")
 @click.option("--timed", is_flag=True, help="In time, under the real scheduler; needs --cost-model.")
@@ -71,6 +75,10 @@ def replay(trace: Path, as_json: bool, report: Path | None, **options: Any) -> N
 
     TRACE is a file of Mooncake, Qwen-Bailian, WEKA agent sessions, or JSONL with tokens or texts; plain, .gz or .zst.
     """
+    if report is not None:
+        from pagetable.replay.report import plotly_js
+
+        plotly_js()  # if that is missing, let it be said now
     result = _run(trace, options)
     if report is not None:
         from pagetable.replay.report import write_report

@@ -9,7 +9,8 @@ import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -56,16 +57,14 @@ class Trace:
         self._encode = encode
         self.num_skipped = 0
         self.num_out_of_order = 0  # requests whose time lies before that of the one before; it is set to that one's
-        head = list(islice((record for _, record in self._records(self._files()[0]) if record is not None), HEAD))
-        self.format = _format_of(head, self.path)
+        records = (record for file in self._files() for _, record in self._records(file) if record is not None)
+        self.format, first = _format_of(records, self.path)
         self.block_size = self.format.block_size  # tokens of a hash; None: tokens are given
         if self.format is TEXT and encode is None:
-            raise TraceError(
-                f"{self.path}: its prompts are texts; say with --model whose tokenizer cuts them into tokens"
-            )
+            raise TraceError(f"{self.path}: its prompts are texts; --model says whose tokenizer makes tokens of them")
         if self.block_size is not None:
             try:
-                self.block_size = _block_size_of(head, self.block_size)
+                self.block_size = _block_size_of(first, records, self.block_size)
             except TraceError as error:
                 raise TraceError(f"{self.path}: {error}") from None
         self._reading = Reading(encode, self.block_size)
@@ -108,16 +107,18 @@ class Trace:
 
     def _of_record(self, file: Path, number: int, record: Record, reading: Reading) -> Iterator[TraceRequest]:
         try:
-            yield from self.format.read(record, reading)
+            requests = list(self.format.read(record, reading))  # a session is read whole or left out
         except KeyError as error:
             self._bad(file, number, f"{error.args[0]} is missing")
         except (ValueError, OverflowError, RecursionError) as error:
             self._bad(file, number, str(error) or type(error).__name__)
+        else:
+            yield from requests
 
     def _files(self) -> list[Path]:
         if not self.path.is_dir():
             return [self.path]
-        files = sorted(file for file in self.path.iterdir() if ".json" in file.suffixes or ".jsonl" in file.suffixes)
+        files = sorted(f for f in self.path.iterdir() if {".json", ".jsonl"} & set(f.suffixes) and f.is_file())
         if not files:
             raise TraceError(f"{self.path}: there are no .json files in this folder; {FORMATS}")
         return files
@@ -125,15 +126,19 @@ class Trace:
     def _records(self, file: Path) -> Iterator[tuple[int, Record | None]]:
         """Number and JSON object of each line; None for a line that is none and may be skipped."""
         with _open(file) as lines:
-            number, is_first = 0, True
-            while line := _line(lines, file, number):
+            number, line = 1, _line(lines, file, 0)
+            if line.strip() == b"{":  # one object over many lines, if what follows is the inside of one
+                second = _line(lines, file, 1)
+                if second.lstrip().startswith((b'"', b"}")):
+                    line += second + lines.read(MAX_LINE_BYTES)
+                else:
+                    yield number, self._record(file, number, line)
+                    number, line = 2, second
+            while line:
+                if not line.isspace():
+                    yield number, self._record(file, number, line)
+                line = _line(lines, file, number)
                 number += 1
-                if line.isspace():
-                    continue
-                if is_first and line.strip() == b"{":  # one object over many lines
-                    line += lines.read(MAX_LINE_BYTES)
-                is_first = False
-                yield number, self._record(file, number, line)
 
     def _record(self, file: Path, number: int, line: bytes) -> Record | None:
         try:
@@ -178,7 +183,8 @@ def _read_mooncake(record: Record, reading: Reading) -> Iterator[TraceRequest]:
 
 def _read_qwen(record: Record, reading: Reading) -> Iterator[TraceRequest]:
     roots = reading.roots = {} if reading.roots is None else reading.roots
-    chat, parent = record["chat_id"], record.get("parent_chat_id", -1)
+    chat, parent = record["chat_id"], record.get("parent_chat_id")
+    parent = -1 if parent is None else parent
     if not isinstance(chat, int | str) or not isinstance(parent, int | str):
         raise TraceError(f"chat_id={chat!r} and parent_chat_id={parent!r} must be numbers or texts")
     # Only what came before is looked up, so no circle of parents can be followed round.
@@ -193,9 +199,8 @@ def _read_weka(record: Record, reading: Reading) -> Iterator[TraceRequest]:
     is_local = record.get("hash_id_scope", "local") == "local"
     if record.get("block_size", 64) != reading.block_size:
         raise TraceError(f"block_size={record.get('block_size')}, in the first session it is {reading.block_size}")
-    entries = sorted(_entries(record["requests"]), key=lambda entry: _time(entry, "t"))
-    for entry in entries:
-        request = _hashed(entry, reading, arrival=_time(entry, "t"), lengths=("in", "out"), session=session)
+    for arrival, entry in sorted(_entries(record["requests"], 0.0), key=itemgetter(0)):
+        request = _hashed(entry, reading, arrival=arrival, lengths=("in", "out"), session=session)
         if is_local:
             request.hash_ids = [(session, hash) for hash in request.hash_ids or ()]
         yield request
@@ -225,15 +230,15 @@ def _unpacked(packed: Packed) -> Iterator[TraceRequest]:
         yield replace(request, hash_ids=hash_ids)
 
 
-def _entries(entries: Any) -> Iterator[Record]:
-    """Requests of a session, those of its sub-agents among them."""
+def _entries(entries: Any, start: float) -> Iterator[tuple[float, Record]]:
+    """Requests of a session with their times; those of a sub-agent count from its start."""
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
         raise TraceError("requests must be a list of objects")
     for entry in entries:
-        if isinstance(entry.get("requests"), list):
-            yield from _entries(entry["requests"])
-        elif "hash_ids" in entry:
-            yield entry
+        if "requests" in entry:
+            yield from _entries(entry["requests"], start + _time(entry, "t"))
+        else:
+            yield start + _time(entry, "t"), entry
 
 
 def _read_tokens(record: Record, reading: Reading) -> Iterator[TraceRequest]:
@@ -246,7 +251,11 @@ def _read_text(record: Record, reading: Reading) -> Iterator[TraceRequest]:
     prompt = record["messages"] if "messages" in record else record["prompt"]
     if not isinstance(prompt, list if "messages" in record else str):
         raise TraceError("prompt must be a text, messages a list of messages")
-    yield _plain(record, _tokens(reading.encode(prompt), "prompt"))
+    try:
+        tokens = reading.encode(prompt)
+    except Exception as error:  # a chat template may raise anything
+        raise TraceError(f"its prompt cannot be turned into tokens: {error!r}") from error
+    yield _plain(record, _tokens(tokens, "prompt"))
 
 
 def _is_mooncake(record: Record) -> bool:
@@ -276,24 +285,27 @@ TOKENS = TraceFormat("tokens", None, _has_tokens, _read_tokens)
 TEXT = TraceFormat("text", None, _has_text, _read_text)
 
 
-def _format_of(records: list[Record], path: Path) -> TraceFormat:
-    """The format of the first record that has one."""
+def _format_of(records: Iterator[Record], path: Path) -> tuple[TraceFormat, Record]:
+    """The format of the first record that has one, and this record."""
+    seen: Record | None = None
     for record in records:
+        seen = record if seen is None else seen
         for known in (QWEN, MOONCAKE, WEKA, TOKENS, TEXT):  # a Qwen record has all the fields of a Mooncake record
             if known.fits(record):
-                return known
-    fields = f"records with {', '.join(map(repr, records[0])) or 'no fields'}" if records else "no JSON objects in it"
-    raise TraceError(f"{path}: there are {fields}; {FORMATS}")
+                return known, record
+    found = "no JSON objects in it" if seen is None else f"records with {_shown(list(seen)[:10])}"
+    raise TraceError(f"{path}: there are {found}; {FORMATS}")
 
 
-def _block_size_of(records: list[Record], usual: int) -> int:
-    """Tokens of a hash: what a record says, or what all of these fit: the usual size, or else a power of two."""
-    for record in records:
-        if "block_size" in record:
-            return _count(record, "block_size", least=1)
+def _block_size_of(first: Record, others: Iterator[Record], usual: int) -> int:
+    """Tokens of a hash: what the first record says, or what fits the first few: the usual size, or a power of two."""
+    if "block_size" in first:
+        return _count(first, "block_size", least=1)
+    if "requests" in first:  # a session says it
+        return usual
     sizes = [
         (len(record["hash_ids"]), record["input_length"])
-        for record in records
+        for record in chain([first], islice(others, HEAD))
         if isinstance(record.get("hash_ids"), list) and isinstance(record.get("input_length"), int)
     ]
     for block_size in (usual, *(1 << power for power in range(21))):
@@ -327,7 +339,7 @@ def _hashed(
 def _plain(record: Record, token_ids: IntArray) -> TraceRequest:
     """A request whose prompt is known by its tokens."""
     output = record.get("output_token_ids")
-    output_token_ids = None if output is None else _tokens(output, "output_token_ids")
+    output_token_ids = None if output is None else _tokens(output, "output_token_ids", least=0)
     length = next((name for name in ("output_length", "max_tokens") if name in record), None)
     num_output_tokens = _count(record, length) if length else 1
     if output_token_ids is not None:
@@ -351,7 +363,9 @@ def _session(record: Record) -> int | str | None:
 
 
 def _count(record: Record, name: str, least: int = 0) -> int:
-    value = record.get(name, 0 if least == 0 else None)
+    value = record.get(name)
+    if value is None and least == 0:
+        return 0
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value < MAX_TOKENS:
         raise TraceError(f"{name}={_shown(value)}: a whole number from {least} to 2**31 is expected")
     return value
@@ -369,10 +383,10 @@ def _time(record: Record, name: str) -> float:
     return float(value)
 
 
-def _tokens(value: Any, name: str) -> IntArray:
-    if not isinstance(value, list) or not value or not set(map(type, value)) <= {int}:
-        raise TraceError(f"{name}={_shown(value)}: a list of at least one whole number is expected")
-    if min(value) < 0 or max(value) >= MAX_TOKENS:
+def _tokens(value: Any, name: str, least: int = 1) -> IntArray:
+    if not isinstance(value, list) or len(value) < least or not set(map(type, value)) <= {int}:
+        raise TraceError(f"{name}={_shown(value)}: a list of at least {least} whole numbers is expected")
+    if value and (min(value) < 0 or max(value) >= MAX_TOKENS):
         raise TraceError(
             f"{name} holds {_shown(min(value))} to {_shown(max(value))}: token ids are from 0 to 2**31 - 1"
         )
@@ -408,5 +422,39 @@ def _open(path: Path) -> BinaryIO:
         except ImportError:
             file.close()
             raise TraceError(f"{path}: it is packed with zstd: pip install zstandard, or unpack it first") from None
-        return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(file, closefd=True))
+        return io.BufferedReader(_Zstandard(file, zstandard.ZstdDecompressor()))
     return file
+
+
+class _Zstandard(io.RawIOBase):
+    """Unpacks a file of one or more frames. Unlike the library's own reader it tells a cut file from a whole one."""
+
+    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
+        self._file, self._decompressor = file, decompressor
+        self._frame: Any = None  # that is being unpacked
+        self._packed = self._data = b""
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        """Fill some of the buffer; 0 at the end."""
+        while not self._data:
+            self._packed = self._packed or self._file.read(128)  # a few bytes may unpack to very many
+            if not self._packed:
+                if self._frame is not None:
+                    raise EOFError("it ends in the middle")
+                return 0
+            frame = self._frame or self._decompressor.decompressobj()
+            self._data = frame.decompress(self._packed)
+            self._packed = frame.unused_data if frame.eof else b""
+            self._frame = None if frame.eof else frame
+        size = min(len(buffer), len(self._data))
+        buffer[:size], self._data = self._data[:size], self._data[size:]
+        return size
+
+    def close(self) -> None:
+        """Close the file as well."""
+        self._file.close()
+        super().close()

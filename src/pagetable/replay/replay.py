@@ -167,7 +167,8 @@ def _trace_facts(workload: Workload, analysis: Analysis) -> dict[str, Any]:
 def _memory(analysis: Analysis, workload: Workload, block_bytes: int | None) -> dict[str, Any]:
     """How much of it LRU needs for most of what is possible."""
     hits = analysis.reuse.lru_hits()
-    blocks = int(np.searchsorted(hits, math.ceil(GOAL * hits[-1])))
+    blocks = max(int(np.searchsorted(hits, math.ceil(GOAL * hits[-1]))), analysis.reuse.num_needed)
+    blocks = min(blocks, analysis.reuse.num_nodes)
     return {
         "goal": GOAL,
         "block_hit_rate": float(hits[blocks]) / analysis.reuse.num_accesses,
@@ -238,10 +239,10 @@ def _percentiles(values: np.ndarray[Any, Any], percents: tuple[int, ...]) -> dic
 
 
 def _curve(analysis: Analysis) -> list[dict[str, Any]]:
-    """Hit rates of LRU and MIN at capacities from few blocks to all, evenly on a logarithmic scale."""
+    """Hit rates of LRU and MIN, evenly on a logarithmic scale, at capacities from the least that refuses no request."""
     reuse = analysis.reuse
     hits = reuse.lru_hits()
-    first = max(1, reuse.num_nodes // 1000)
+    first = min(max(1, reuse.num_nodes // 1000, reuse.num_needed), reuse.num_nodes)
     sizes = np.unique(np.geomspace(first, reuse.num_nodes, NUM_POINTS).round().astype(int)).tolist()
     return [
         {

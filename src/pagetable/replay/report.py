@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
@@ -30,14 +30,33 @@ from pagetable.replay.report_figures import (
     rate_for_people,
     share_for_people,
 )
-from pagetable.replay.report_page import COLOUR_STYLE, COLOURS, PAGE, SCRIPT, STYLE
+from pagetable.replay.report_page import (
+    COLOUR_STYLE,
+    COLOURS,
+    GLOSSARY,
+    GLOSSARY_OF_MODES,
+    MISSES_ABOUT,
+    PAGE,
+    SCRIPT,
+    STYLE,
+)
 from pagetable.replay.sizing import seconds_for_people
 from pagetable.replay.trace import TraceError
+
+_Columns = dict[str, Callable[[Json], str]]  # of a table, by their heads: the cell of a row, as HTML
 
 _MISSES = {
     "evicted": "seen before, no longer there",
     "partial_tail": "last block of a prompt",
+    "in_flight": "being computed for another",
+    "disabled": "to be computed in any case",
+    "reset": "before a reset of the cache",
     "never_seen": "never seen before",
+}
+_TROUBLES = {
+    "skipped_lines": "lines skipped",
+    "out_of_order": "requests out of order",
+    "inconsistent_lengths": "lengths that do not fit",
 }
 _STROKES = dict(zip(DASHES, ("none", "8 4", "2 3", "13 4 2 4", "8 4 2 4", "13 4"), strict=True))  # the same in SVG
 
@@ -49,7 +68,8 @@ def write_report(result: Json, path: Path) -> None:
 
 def report_html(result: Json) -> str:
     """The page as a text. Without plotly, a TraceError says what to install."""
-    plotly, trace = plotly_js(), result["trace"]
+    plotly = plotly_js()
+    mode = "timed" if _is_timed(result) else "cache"
     figures = {
         "hit-rate": hit_rate_figure(result),
         "over-time": over_time_figure(result),
@@ -60,14 +80,16 @@ def report_html(result: Json) -> str:
         security=_security(plotly, SCRIPT),
         colours=COLOUR_STYLE,
         style=STYLE,
-        name=_text(Path(trace["path"]).name),
-        about=_text(f"{trace['path']}, format {trace['format']}, {trace['block_size']:,} tokens a block"),
+        name=_text(Path(result["trace"]["path"]).name),
+        about=_about(result),
         answer=_answer(result),
         facts=_facts(result),
         policies_legend=_policies_legend(result),
         rows_legend=_rows_legend(result),
+        misses_about=MISSES_ABOUT[mode],
         misses=_misses_table(result),
         rows=_rows_table(result),
+        glossary=GLOSSARY + GLOSSARY_OF_MODES[mode],
         figures=_json_for_script({"colours": COLOURS, "figures": figures}),
         plotly=plotly,
         script=SCRIPT,
@@ -109,6 +131,23 @@ def _text(text: str) -> str:
 # -------------------------------------------------------------------- what is said
 
 
+def _is_timed(result: Json) -> bool:
+    return bool(result["mode"] == "timed")
+
+
+def _about(result: Json) -> str:
+    """What was replayed, and how."""
+    trace = result["trace"]
+    facts = [trace["path"], f"format {trace['format']}", f"{trace['block_size']:,} tokens a block"]
+    if _is_timed(result):
+        limits = result["limits"]
+        facts += [
+            f"in time at speed {limits['speed']:g}",
+            f"at most {limits['max_num_seqs']:,} requests and {limits['max_num_batched_tokens']:,} tokens in a step",
+        ]
+    return _text(", ".join(facts))
+
+
 def _answer(result: Json) -> str:
     """How much memory takes most of what is possible."""
     memory, infinite = result["memory"], result["trace"]["infinite_block_hit_rate"]
@@ -142,11 +181,7 @@ def _facts(result: Json) -> str:
         "infinite cache, tokens": rate_for_people(trace["infinite_token_hit_rate"]),
         "empty in partial blocks": rate_for_people(trace["waste"]),
     }
-    facts |= {
-        name: f"{trace[key]:,}"
-        for key, name in (("skipped_lines", "lines skipped"), ("out_of_order", "requests out of order"))
-        if trace[key]
-    }
+    facts |= {name: f"{trace[key]:,}" for key, name in _TROUBLES.items() if trace[key]}
     return "\n".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts.items())
 
 
@@ -217,17 +252,22 @@ def _table(result: Json, heads: Sequence[str], cells: Sequence[Sequence[str]]) -
 
 
 def _misses_table(result: Json) -> str:
-    """What became of all block accesses: a bar, and the shares."""
+    """Why blocks were missed: bars and shares of all block accesses; in time, of admissions by their first miss."""
+    rows, is_timed = result["rows"], _is_timed(result)
+    reasons = [reason for reason in _MISSES if any(row["misses"].get(reason) for row in rows)]
     lines = []
-    for row in result["rows"]:
-        shares = {"found": (row["block_hit_rate"], f"--policy-{policy_number(row['policy'])}")}
-        shares |= {_MISSES[key]: (row["misses"][key] / result["trace"]["accesses"], f"--{key}") for key in _MISSES}
+    for row in rows:
+        total = max(1, sum(row["misses"].values())) if is_timed else result["trace"]["accesses"]
+        shares = {_MISSES[reason]: (row["misses"].get(reason, 0) / total, f"--{reason}") for reason in reasons}
+        if not is_timed:
+            shares = {"found": (row["block_hit_rate"], f"--policy-{policy_number(row['policy'])}"), **shares}
         bar = "".join(
             f'<i style="width:{100 * share:.2f}%;background:var({colour})" title="{name}"></i>'
             for name, (share, colour) in shares.items()
         )
         lines.append([f'<div class="bar">{bar}</div>', *(rate_for_people(share) for share, _ in shares.values())])
-    return _table(result, ["", "found", *(f"{_square(f'--{key}')}{name}" for key, name in _MISSES.items())], lines)
+    heads = [f"{_square(f'--{reason}')}{_MISSES[reason]}" for reason in reasons]
+    return _table(result, ["", *["found"] * (not is_timed), *heads], lines)
 
 
 def _rows_table(result: Json) -> str:
@@ -236,27 +276,43 @@ def _rows_table(result: Json) -> str:
         size: max(row["block_hit_rate"] for row in result["rows"] if row["capacity_blocks"] == size)
         for size in capacities(result)
     }
-    is_refused = any(row["refused_requests"] for row in result["rows"])
-    lines = []
-    for row in result["rows"]:
-        hit = rate_for_people(row["block_hit_rate"])
-        cells = [
-            f"<b>{hit}</b>" if row["block_hit_rate"] == best[row["capacity_blocks"]] else hit,
-            rate_for_people(row["token_hit_rate"]),
-            rate_for_people(row["min_block_hit_rate"]),
-            rate_for_people(row["share_of_min"]),
-            f"{row['prefill_amplification']:.2f}&nbsp;&times;",
-            f"{row['evictions']:,}",
-            _lifetime(row["block_lifetime_s"]),
-            f"{row['seconds']:.1f}&nbsp;s",
-        ]
-        lines.append([*cells, *[f"{row['refused_requests']:,}"] * is_refused])
-    heads = ["blocks found", "tokens found", "MIN", "of MIN", "prefill", "evictions", "a block lived", "took"]
-    return _table(result, [*heads, *["refused"] * is_refused], lines)
+
+    def found(row: Json) -> str:
+        rate = rate_for_people(row["block_hit_rate"])
+        return f"<b>{rate}</b>" if row["block_hit_rate"] == best[row["capacity_blocks"]] else rate
+
+    columns: _Columns = {
+        "blocks found": found,
+        "tokens found": lambda row: rate_for_people(row["token_hit_rate"]),
+        "MIN": lambda row: rate_for_people(row["min_block_hit_rate"]),
+        **(_TIMED_COLUMNS if _is_timed(result) else _CACHE_COLUMNS),
+        "took": lambda row: f"{row['seconds']:.1f}&nbsp;s",
+    }
+    if any(row["refused_requests"] for row in result["rows"]):
+        columns["refused"] = lambda row: f"{row['refused_requests']:,}"
+    return _table(result, list(columns), [[cell(row) for cell in columns.values()] for row in result["rows"]])
 
 
-def _lifetime(seconds: Json | None) -> str:
-    if seconds is None:
+def _times(percentiles: dict[str, float] | None, *small: str) -> str:
+    """The median, and others of the percentiles in small letters."""
+    if percentiles is None:
         return "&ndash;"
-    p10, p50, p90 = (seconds_for_people(seconds[percentile]) for percentile in ("p10", "p50", "p90"))
-    return f"{p50} <small>{p10} &ndash; {p90}</small>"
+    others = " &ndash; ".join(seconds_for_people(percentiles[name]) for name in small)
+    return f"{seconds_for_people(percentiles['p50'])} <small>{others}</small>"
+
+
+_CACHE_COLUMNS: _Columns = {
+    "of MIN": lambda row: rate_for_people(row["share_of_min"]),
+    "prefill": lambda row: f"{row['prefill_amplification']:.2f}&nbsp;&times;",
+    "evictions": lambda row: f"{row['evictions']:,}",
+    "a block lived": lambda row: _times(row["block_lifetime_s"], "p10", "p90"),
+}
+_TIMED_COLUMNS: _Columns = {
+    "evictions": lambda row: f"{row['evictions']:,}",
+    "waited": lambda row: _times(row["queue_s"], "p99"),
+    "TTFT": lambda row: _times(row["ttft_s"], "p99"),
+    "ITL": lambda row: _times(row["itl_s"], "p99"),
+    "end to end": lambda row: _times(row["e2e_s"], "p99"),
+    "preempted": lambda row: f"{row['preemptions']:,}",
+    "tokens/s": lambda row: f"{row['output_tokens'] / row['clock_s'] if row['clock_s'] else 0.0:,.0f}",
+}

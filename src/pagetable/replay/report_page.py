@@ -10,6 +10,9 @@ COLOURS = {  # on light, on dark. Those of policies also differ for people who s
     "--bars": ("#7e93ad", "#6f87a6"),
     "--evicted": ("#8a94a0", "#7b8591"),
     "--partial_tail": ("#bac2cb", "#505a65"),
+    "--in_flight": ("#a9b8a4", "#5d6f62"),
+    "--disabled": ("#cdbfae", "#6a5d4e"),
+    "--reset": ("#c9b3bb", "#6b505a"),
     "--never_seen": ("#e3e7eb", "#2b3138"),
     "--policy-0": ("#1769c0", "#4c8dff"),
     "--policy-1": ("#c94f28", "#dd5f35"),
@@ -30,7 +33,7 @@ COLOUR_STYLE = f"""
 
 STYLE = """
 * { box-sizing: border-box; }
-body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 68rem; background: var(--page); color: var(--ink);
+body { margin: 0 auto; padding: 2rem 1.25rem 4rem; max-width: 78rem; background: var(--page); color: var(--ink);
   font: 16px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, sans-serif; }
 h1 { margin: 0; font-size: 1.6rem; line-height: 1.25; overflow-wrap: anywhere; }
 h1 small { display: block; color: var(--soft); font-size: 0.85rem; font-weight: 600; letter-spacing: 0.03em; }
@@ -56,7 +59,7 @@ input { accent-color: var(--policy-0); margin: 0; width: 1rem; height: 1rem; }
 table { border-collapse: collapse; width: 100%; min-width: 54rem; font-size: 0.85rem;
   font-variant-numeric: tabular-nums; }
 th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
-th, td { padding: 0.3rem 0.6rem; text-align: right; white-space: nowrap; }
+th, td { padding: 0.3rem 0.42rem; text-align: right; white-space: nowrap; }
 th { white-space: normal; min-width: 3.5rem; }
 th:first-child, td:first-child { padding-left: 0; text-align: left; }
 .rule td { border-top: 1px solid var(--line); }
@@ -75,8 +78,11 @@ td small { color: var(--soft); }
 }
 @media print {
   body { padding: 0; font-size: 11pt; }
-  table { font-size: 7.5pt; min-width: 0; }
-  th, td { padding: 0.15rem 0.3rem; }
+  table { font-size: 7pt; line-height: 1.3; min-width: 0; }
+  th, td { padding: 0.15rem 0.25rem; min-width: 0; }
+  td small { display: block; }
+  .scroll { overflow: visible; }
+  .chart, .pair .chart { height: 320px; }
   form input { display: none; }
   form label:not(:has(:checked)), .modebar { display: none; }
   .bar { min-width: 7rem; }
@@ -109,7 +115,7 @@ function draw() {
     const isChosen = ([name, value]) => chosen.getAll(name).includes(value);
     for (const trace of traces) trace.visible = Object.entries(trace.meta ?? {}).every(isChosen);
     layout.dragmode = isTouched ? false : "zoom";
-    if (printing) layout.width = 660; // of a sheet of paper
+    if (printing) Object.assign(layout, { width: 660, height: 320 }); // for a sheet of paper
     Plotly.react(id, traces, layout, {
       responsive: true,
       displaylogo: false,
@@ -153,8 +159,8 @@ $facts
 <noscript><p>The charts need JavaScript; the tables do not.</p></noscript>
 
 <h2>Hit rate and capacity</h2>
-<p class="soft">How many of the blocks that prompts ask for are found, at each size of the cache. No policy is above MIN; the
-room between a policy and MIN is what a better policy could win, and above that only more memory helps.</p>
+<p class="soft">How many of the blocks that prompts ask for are found, at each size of the cache. No policy is above
+MIN; the room between a policy and MIN is what a better policy could win, and above that only more memory helps.</p>
 <form data-chart="hit-rate" autocomplete="off">$policies_legend</form>
 <div class="chart" id="hit-rate" role="img" aria-label="Hit rate against capacity"></div>
 
@@ -176,8 +182,7 @@ room between a policy and MIN is what a better policy could win, and above that 
 </div>
 
 <h2>Why blocks were missed</h2>
-<p class="soft">Shares of all block accesses. Memory and policies can win only what was seen before and is no longer
-there.</p>
+<p class="soft">$misses_about</p>
 <div class="scroll">$misses</div>
 
 <h2>All figures</h2>
@@ -186,6 +191,22 @@ there.</p>
 
 <h2>Glossary</h2>
 <dl class="glossary">
+$glossary</dl>
+<script type="application/json" id="figures">$figures</script>
+<script>$plotly</script>
+<script>$script</script>
+</body>
+</html>
+"""
+
+MISSES_ABOUT = {
+    "cache": "Shares of all block accesses. Memory and policies can win only what was seen before and is no longer "
+    "there.",
+    "timed": "Shares of admissions, by why the first block that had to be computed was not found. Memory and policies "
+    "can win only what was seen before and is no longer there.",
+}
+
+GLOSSARY = """
 <dt>block</dt><dd>K and V of so many tokens, with all that stands before them in the prompt: the unit that is kept,
 found and evicted. Distinct blocks are those that the whole trace would fill.</dd>
 <dt>block access</dt><dd>One block of one prompt. It is found if the cache holds it and all blocks before it.</dd>
@@ -196,20 +217,30 @@ can be above MIN.</dd>
 <dt>MIN</dt><dd>Belady's optimum: it knows the future, and evicts what is used again last. No policy finds more with the
 same memory.</dd>
 <dt>distance</dt><dd>Distinct blocks used between two uses of a block, the block itself among them.</dd>
-<dt>of MIN</dt><dd>What a policy found, as a share of what MIN finds.</dd>
-<dt>prefill</dt><dd>Blocks that had to be computed, over those of MIN: 1.10&nbsp;&times; is a tenth more work than
-needed.</dd>
-<dt>a block lived</dt><dd>Seconds of the trace from a block's filling to its eviction: the median, and in grey the range
-of the middle 80 %.</dd>
 <dt>seen before, no longer there</dt><dd>An infinite cache would have found it.</dd>
 <dt>last block of a prompt</dt><dd>At least one token is always computed, so this block cannot be found.</dd>
 <dt>never seen before</dt><dd>New content: nothing but computing helps.</dd>
 <dt>refused</dt><dd>Requests that need more blocks than the cache has; they found nothing.</dd>
 <dt>took</dt><dd>Seconds that the replay of this row took on the machine that made this page.</dd>
-</dl>
-<script type="application/json" id="figures">$figures</script>
-<script>$plotly</script>
-<script>$script</script>
-</body>
-</html>
 """
+
+GLOSSARY_OF_MODES = {
+    "cache": """
+<dt>of MIN</dt><dd>What a policy found, as a share of what MIN finds.</dd>
+<dt>prefill</dt><dd>Blocks that had to be computed, over those of MIN: 1.10&nbsp;&times; is a tenth more work than
+needed.</dd>
+<dt>a block lived</dt><dd>Seconds of the trace from a block's filling to its eviction: the median, and in grey the range
+of the middle 80 %.</dd>
+""",
+    "timed": """
+<dt>in time</dt><dd>Requests arrive when they did and run together under the scheduler that serves; a cost model says
+how long each step takes. Answers take blocks, too. MIN and the curves are those of requests one after the other.</dd>
+<dt>waited</dt><dd>For a place in the batch. All times are medians, and in grey the 99th percentile.</dd>
+<dt>TTFT</dt><dd>Time from a request's arrival to its first token.</dd>
+<dt>ITL</dt><dd>Time between two tokens of an answer.</dd>
+<dt>end to end</dt><dd>From a request's arrival to its last token.</dd>
+<dt>preempted</dt><dd>How often a running request gave its blocks back to others, and had to start again later.</dd>
+<dt>tokens/s</dt><dd>Tokens of answers, per second of the replay's clock.</dd>
+<dt>being computed for another</dt><dd>Another request was computing the same block at that moment.</dd>
+""",
+}

@@ -9,8 +9,9 @@ LRU is a stack algorithm (Mattson, Gecsei, Slutz, Traiger, 1970): a block is hit
 other blocks were used since. One pass over the trace gives the distances of all accesses, so LRU at every capacity.
 
 MIN (Belady, 1966) evicts what is used again last. In a tree of prefixes whoever uses a block uses its parent, so the
-next use of a parent is never later than that of its child: MIN takes the child first by itself, and no rule that keeps
-prefixes whole can cost it anything. It is the optimum for a cache in which a request must hold all of its blocks.
+next use of a parent is never later than that of its child: MIN takes the child first by itself, and a rule that keeps
+prefixes whole costs it nothing. It is the optimum for a cache in which a request must hold all of its blocks. (Where
+tokens are replayed, partial blocks and unknown answers take room that is not counted here: there it is a bound.)
 """
 
 from __future__ import annotations
@@ -109,8 +110,16 @@ class Reuse:
 
     # ---------------------------------------------------------------- what follows
 
+    @property
+    def num_needed(self) -> int:
+        """Blocks without which some request is refused."""
+        return max(self._needed, default=0)
+
     def lru_hits(self) -> NDArray[np.int64]:
-        """Hits of LRU by capacity, from 0 to all blocks. int64, shape (blocks + 1,)."""
+        """Hits of LRU by capacity, from 0 to all blocks. int64, shape (blocks + 1,).
+
+        They are too many below `num_needed`: there, some requests are refused.
+        """
         per_distance = np.cumsum(self._distances)[: self.num_nodes + 1]
         return np.cumsum(np.pad(per_distance, (0, self.num_nodes + 1 - len(per_distance))))
 
