@@ -7,15 +7,13 @@ import math
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from pagetable.memory import EVICTION_POLICIES
 from pagetable.replay.sizing import DTYPE_BYTES, bytes_per_token, format_bytes, seconds_for_people
-
-if TYPE_CHECKING:
-    from pagetable.replay.blocks import Workload
+from pagetable.replay.trace_command import workload_of, workload_options
 
 
 def _list(_: click.Context, __: click.Parameter, value: str) -> list[str]:
@@ -23,7 +21,7 @@ def _list(_: click.Context, __: click.Parameter, value: str) -> list[str]:
 
 
 @click.command()
-@click.argument("trace", type=click.Path(exists=True, path_type=Path))
+@workload_options
 @click.option(
     "--capacity",
     "capacities",
@@ -40,11 +38,7 @@ def _list(_: click.Context, __: click.Parameter, value: str) -> list[str]:
     callback=_list,
     help=f"Eviction policies: {', '.join(EVICTION_POLICIES)}; or all.",
 )
-@click.option(
-    "--block-size", type=click.IntRange(1), help="Tokens a block.  [default: the trace's; 16 for tokens and texts]"
-)
-@click.option("-m", "--model", help="Gives the bytes of a token, and the tokenizer for texts.")
-@click.option("--bytes-per-token", type=click.IntRange(1), help="Of K and V, in place of --model.")
+@click.option("--bytes-per-token", type=click.IntRange(1), help="Bytes of K and V, if not those of --model.")
 @click.option(
     "--kv-cache-dtype",
     type=click.Choice(list(DTYPE_BYTES)),
@@ -52,12 +46,6 @@ def _list(_: click.Context, __: click.Parameter, value: str) -> list[str]:
     show_default=True,
     help="With --model.",
 )
-@click.option("--until", type=click.FloatRange(0), help="End after so many seconds of the trace.")
-@click.option(
-    "--sample", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True, help="Share of sessions."
-)
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sample.")
-@click.option("--skip-bad", is_flag=True, help="Count lines that cannot be understood, instead of ending there.")
 @click.option("--timed", is_flag=True, help="In time, under the real scheduler; needs --cost-model.")
 @click.option(
     "--cost-model",
@@ -70,7 +58,7 @@ def _list(_: click.Context, __: click.Parameter, value: str) -> list[str]:
 @click.option("--check", is_flag=True, help="Verify the page table's invariants after each request; slow.")
 @click.option("--report", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="HTML page to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
-def replay(trace: Path, as_json: bool, report: Path | None, **options: Any) -> None:
+def replay(as_json: bool, report: Path | None, **options: Any) -> None:
     """Replay TRACE on the page table that serves, and compare with the best that was possible.
 
     TRACE is a file of Mooncake, Qwen-Bailian, WEKA agent sessions, or JSONL with tokens or texts; plain, .gz or .zst.
@@ -79,7 +67,7 @@ def replay(trace: Path, as_json: bool, report: Path | None, **options: Any) -> N
         from pagetable.replay.report import plotly_js
 
         plotly_js()  # if that is missing, let it be said now
-    result = _run(trace, options)
+    result = _run(options)
     if report is not None:
         from pagetable.replay.report import write_report
 
@@ -88,13 +76,14 @@ def replay(trace: Path, as_json: bool, report: Path | None, **options: Any) -> N
     click.echo(json.dumps(result) if as_json else describe(result))
 
 
-def _run(path: Path, options: dict[str, Any]) -> dict[str, Any]:
+def _run(options: dict[str, Any]) -> dict[str, Any]:
     from pagetable.replay.cost import CostModel
     from pagetable.replay.replay import replay_cache, replay_timed
     from pagetable.replay.timed_replay import Limits
 
     _check(options)
-    workload, token_bytes = _workload(path, options), _token_bytes(options)
+    names = ("path", "block_size", "until", "sample", "seed", "skip_bad", "model")
+    workload, token_bytes = workload_of(**{name: options[name] for name in names}), _token_bytes(options)
     policies = list(EVICTION_POLICIES) if options["policies"] == ["all"] else options["policies"]
     block_bytes = None if token_bytes is None else token_bytes * workload.block_size
     common: dict[str, Any] = {"block_bytes": block_bytes, "progress": _progress()}
@@ -115,20 +104,6 @@ def _check(options: dict[str, Any]) -> None:
         raise click.UsageError("--check is for a replay without --timed")
     if not 0 < options["speed"] < math.inf:
         raise click.UsageError(f"--speed {options['speed']} is not a number above 0")
-
-
-def _workload(path: Path, options: dict[str, Any]) -> Workload:
-    from pagetable.replay.blocks import Workload
-    from pagetable.replay.readers import Trace
-
-    encode = None
-    if options["model"] is not None:
-        from pagetable.replay.tokenizing import encoder_of
-
-        encode = encoder_of(options["model"])
-    trace = Trace(path, skip_bad=options["skip_bad"], encode=encode)
-    until = math.inf if options["until"] is None else options["until"]
-    return Workload(trace, options["block_size"], until=until, sample=options["sample"], seed=options["seed"])
 
 
 def _token_bytes(options: dict[str, Any]) -> int | None:

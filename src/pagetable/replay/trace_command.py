@@ -49,7 +49,7 @@ def workload_options(command: Command) -> Command:
         ),
         click.option("--seed", type=int, default=0, show_default=True, help="Of the choice of sessions."),
         click.option("--skip-bad", is_flag=True, help="Leave out lines that cannot be read."),
-        click.option("-m", "--model", help="Whose tokenizer cuts texts: folder, .gguf file, hub id or alias."),
+        click.option("-m", "--model", help="Folder, .gguf file, hub id or alias; its tokenizer cuts texts."),
     )
     for option in reversed(options):
         command = option(command)
