@@ -31,7 +31,7 @@ def calibrate(llm: LLM, rounds: int, say: Callable[[str], None]) -> CostModel:
     for number in range(rounds + 1):
         for batch, length in cases:
             say(f"round {number} of {rounds}: {batch} prompts of {length} tokens")
-            steps = list(_steps(llm, batch, length, seed=number * 1000 + batch))
+            steps = list(_steps(llm, batch, length, np.random.default_rng((number, batch, length))))
             if number:
                 samples += steps
     about = {
@@ -40,6 +40,8 @@ def calibrate(llm: LLM, rounds: int, say: Callable[[str], None]) -> CostModel:
         "max_num_batched_tokens": llm.engine.scheduler.max_num_batched_tokens,
         "block_size": llm.block_manager.block_size,
     }
+    if not samples:
+        raise ValueError("the KV cache is too small for any of the prompts; give it more memory")
     return fit(samples, about)
 
 
@@ -53,9 +55,10 @@ def _cases(llm: LLM) -> Iterator[tuple[int, int]]:
                 yield batch, length
 
 
-def _steps(llm: LLM, batch: int, length: int, seed: int) -> Iterator[tuple[Any, float]]:
+def _steps(llm: LLM, batch: int, length: int, rng: np.random.Generator) -> Iterator[tuple[Any, float]]:
     """Features and seconds of each step of a case. Its prompts are random, so that nothing is found in the cache."""
-    rng, engine = np.random.default_rng(seed), llm.engine
+    llm.reset_prefix_cache()
+    engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=NUM_DECODES, ignore_eos=True)
     for _ in range(batch):
         prompt = rng.integers(0, llm.config.vocab_size, length)

@@ -53,7 +53,12 @@ class PlainPolicy:
     def page(self, block_id: int) -> Page:
         return next(page for page in self.pages if page.block_id == block_id)
 
-    def register(self, block_id: int, hash: bytes, parent: int | None) -> None:
+    def forget_content(self, hash: bytes) -> None:
+        """As if this content had never been here."""
+
+    def register(self, block_id: int, hash: bytes, parent: int | None, is_access: bool = True) -> None:
+        if not is_access:  # its request had it before
+            self.forget_content(hash)
         page = Page(block_id, hash, parent)
         self.pages.append(page)
         self.comes(page)
@@ -119,8 +124,11 @@ class PlainLRUK(PlainPolicy):
     def comes(self, page: Page) -> None:
         never = 0
         remembered = [moment for hash, moment in self.gone if hash == page.hash]
-        self.gone = [(hash, moment) for hash, moment in self.gone if hash != page.hash]
+        self.forget_content(page.hash)
         page.accesses = [never, *remembered, self.now]
+
+    def forget_content(self, hash: bytes) -> None:
+        self.gone = [(other, moment) for other, moment in self.gone if other != hash]
 
     def is_hit(self, page: Page) -> None:
         page.accesses.append(self.now)
@@ -133,7 +141,7 @@ class PlainLRUK(PlainPolicy):
 
 
 class PlainLFU(PlainPolicy):
-    """The page of the least value: its number of accesses, and the value that the last victim had, at its last access.
+    """The page of the least value: its number of accesses and the highest value of a victim by its last access.
 
     Among those of one value, the page whose last access is the longest ago.
     """
@@ -153,7 +161,7 @@ class PlainLFU(PlainPolicy):
         return min(leaves, key=lambda page: (page.value, page.accesses[-1], page.block_id))
 
     def leaves_memory(self, page: Page) -> None:
-        self.age = page.value
+        self.age = max(self.age, page.value)
 
 
 class PlainTwoQueues(PlainPolicy):
@@ -184,7 +192,10 @@ class Plain2Q(PlainTwoQueues):
 
     def comes(self, page: Page) -> None:
         self.enter(page, "LRU" if page.hash in self.gone else "new")
-        self.gone = [hash for hash in self.gone if hash != page.hash]
+        self.forget_content(page.hash)
+
+    def forget_content(self, hash: bytes) -> None:
+        self.gone = [other for other in self.gone if other != hash]
 
     def is_hit(self, page: Page) -> None:
         if page.queue == "LRU":
@@ -226,6 +237,10 @@ class PlainARC(PlainTwoQueues):
             self.enter(page, "T1")
         self.forget()
 
+    def forget_content(self, hash: bytes) -> None:
+        self.b1 = [other for other in self.b1 if other != hash]
+        self.b2 = [other for other in self.b2 if other != hash]
+
     def is_hit(self, page: Page) -> None:
         self.enter(page, "T2")
 
@@ -249,9 +264,9 @@ class PlainARC(PlainTwoQueues):
 class PlainS3FIFO(PlainPolicy):
     """S3-FIFO: two queues, both first in, first out; from the small one while it is longer than a tenth of the blocks.
 
-    Whoever is first in the small one and was hit there moves to the end of the main one instead of leaving. Whoever is
-    first in the main one and was hit goes to its end instead, and has one hit less; more than three do not count.
-    What comes back soon after it left the small one enters the main one.
+    Whoever is first in the small one and was hit there twice moves to the end of the main one instead of leaving.
+    Whoever is first in the main one and was hit goes to its end instead, and has one hit less; more than three do not
+    count. What comes back soon after it left the small one enters the main one.
     """
 
     def clear(self) -> None:
@@ -262,7 +277,10 @@ class PlainS3FIFO(PlainPolicy):
 
     def comes(self, page: Page) -> None:
         (self.main if page.hash in self.gone else self.small).append(page)
-        self.gone = [hash for hash in self.gone if hash != page.hash]
+        self.forget_content(page.hash)
+
+    def forget_content(self, hash: bytes) -> None:
+        self.gone = [other for other in self.gone if other != hash]
 
     def is_hit(self, page: Page) -> None:
         page.num_hits = min(page.num_hits + 1, 3)
@@ -272,7 +290,7 @@ class PlainS3FIFO(PlainPolicy):
             is_long = len(self.small) > self.num_blocks // 10
             in_order = self.small + self.main if is_long else self.main + self.small
             page = next(page for page in in_order if page in leaves)
-            if page in self.small and page.num_hits >= 1:
+            if page in self.small and page.num_hits >= 2:
                 self.small.remove(page)
                 self.main.append(page)
                 page.num_hits = 0

@@ -24,9 +24,9 @@ class Twin:
     def __init__(self, policy: EvictionPolicy, plain: PlainPolicy) -> None:
         self.policy, self.plain = policy, plain
 
-    def register(self, block_id: int, hash: bytes, parent: int | None) -> None:
-        self.policy.register(block_id, hash, parent)
-        self.plain.register(block_id, hash, parent)
+    def register(self, block_id: int, hash: bytes, parent: int | None, is_access: bool = True) -> None:
+        self.policy.register(block_id, hash, parent, is_access)
+        self.plain.register(block_id, hash, parent, is_access)
 
     def access(self, block_ids: Iterable[int]) -> None:
         block_ids = list(block_ids)
@@ -72,9 +72,9 @@ class AccessCounter(LRU):
         self.num_accesses: Counter[bytes] = Counter()
         self._hash: dict[int, bytes] = {}
 
-    def register(self, block_id: int, hash: bytes, parent: int | None) -> None:
+    def register(self, block_id: int, hash: bytes, parent: int | None, is_access: bool = True) -> None:
         self._hash[block_id] = hash
-        self.num_accesses[hash] += 1
+        self.num_accesses[hash] += is_access
 
     def access(self, block_ids: Iterable[int]) -> None:
         self.num_accesses.update(self._hash[block_id] for block_id in block_ids)
@@ -224,14 +224,20 @@ def test_the_order_shown_is_the_order_of_eviction_and_looking_changes_nothing(na
 def test_refusal_does_not_touch_the_order(name: str, seed: int):
     stream = with_a_past(name, 14, seed)
     manager = stream.manager
-    while len(manager.free_block_ids.cached) < 4:
+    while len(stream.running) > 1:
         stream.finish()
+    for prompt in stream.prompts[1:]:
+        if manager.can_allocate(PlainSequence(prompt, 2)) >= 0:
+            serve(manager, prompt)
+    assert len(manager.free_block_ids.cached) >= 4
     cached, free = list(manager.free_block_ids.cached), list(manager.free_block_ids)
-    prefix = max(stream.prompts, key=lambda prompt: manager.can_allocate(PlainSequence([*prompt, 9], 2)))
-    seq = PlainSequence([*prefix, *range(100, 128)], 2)  # hits what it can, and needs more than there is
+    hits, prefix = max((manager.can_allocate(PlainSequence([*prompt, 9], 2)), prompt) for prompt in stream.prompts)
+    assert hits > 0
+    seq = PlainSequence([*prefix, *range(100, 130)], 2)  # with as many blocks of its own as there are, and one more
     assert manager.can_allocate(seq) == -1
-    with pytest.raises(OutOfBlocksError):
-        manager.allocate(seq, 0)
+    for num_cached_blocks in (0, hits):
+        with pytest.raises(OutOfBlocksError):
+            manager.allocate(seq, num_cached_blocks)
     with pytest.raises(ValueError, match="are cached"):
         manager.allocate(seq, seq.num_blocks)
     assert (list(manager.free_block_ids.cached), list(manager.free_block_ids)) == (cached, free)

@@ -134,7 +134,8 @@ class BlockManager:
 
         # All that can fail comes before the first change, hashing (of tokens that are no int32) too.
         chain = self._hashed(seq, min(num_cached_blocks + 1, seq.num_tokens // self.block_size))
-        chain.generation = self._generation
+        if chain.generation != self._generation:
+            chain.generation, chain.num_accessed = self._generation, 0
         self._live[id(seq)] = seq
         for block_id in hits:  # before any fresh block is taken, so that no hit is evicted
             self._use(self.blocks[block_id])
@@ -209,13 +210,20 @@ class BlockManager:
         if self._chain(seq).generation != self._generation:  # computed before a reset
             return
         chain = self._hashed(seq, end)
+        found: list[int] = []
         for i in range(start, end):
-            if not self._publish(seq, chain, i):
+            if not self._publish(seq, chain, i, found):
                 break
+            chain.num_accessed = max(chain.num_accessed, i + 1)
+        if found:
+            self.free_block_ids.cached.access(found)
         self._announce(seq, end)
 
-    def _publish(self, seq: SequenceLike, chain: PrefixChain, i: int) -> bool:
-        """Register block i of `seq`, or switch to the one that already is. False if neither can be."""
+    def _publish(self, seq: SequenceLike, chain: PrefixChain, i: int, found: list[int]) -> bool:
+        """Register block i of `seq`, or switch to the one that already is. False if neither can be.
+
+        `found` gets the latter, if this is the first that the request has to do with it.
+        """
         table = seq.block_table
         parent: int | bytes = table[i - 1] if i else chain.root
         if i and self.blocks[table[i - 1]].hash is None:
@@ -226,8 +234,8 @@ class BlockManager:
         owner_id = self.hash_to_block_id.setdefault(hash, block.block_id)
         if owner_id == block.block_id:
             block.register(hash, content, parent)
-            self.free_block_ids.cached.register(block.block_id, hash, table[i - 1] if i else None)
-            chain.num_accessed = max(chain.num_accessed, i + 1)
+            above = table[i - 1] if i else None
+            self.free_block_ids.cached.register(block.block_id, hash, above, i >= chain.num_accessed)
             if self._sink is not None:
                 parent_hash = chain.hashes[i - 1] if i else None
                 self._tell(events.Stored(block.block_id, hash, parent_hash, tuple(block.token_ids)))
@@ -237,8 +245,7 @@ class BlockManager:
             return False
         self._use(owner)
         if i >= chain.num_accessed:
-            chain.num_accessed = i + 1
-            self.free_block_ids.cached.access((owner_id,))
+            found.append(owner_id)
         table[i] = owner_id
         self._release(seq, [block.block_id])
         return True
@@ -277,7 +284,8 @@ class BlockManager:
             self.blocks[block_id].unregister()
         self.hash_to_block_id.clear()
         self._in_flight.clear()
-        self.free_block_ids.empty.extend(self.free_block_ids.cached)
+        while len(self.free_block_ids.cached):
+            self.free_block_ids.empty.append(self.free_block_ids.cached.pop())
         self.free_block_ids.cached.clear()
         if self._sink is not None:
             self._tell(events.Cleared())

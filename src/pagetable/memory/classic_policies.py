@@ -35,7 +35,7 @@ class LeafPolicy:
     def clear(self) -> None:
         """Forget everything."""
         num_blocks = self._num_blocks
-        self._now = 0  # goes on with each request that is admitted
+        self._now = 0  # goes on with each request that is told of
         self._hash: list[bytes] = [b""] * num_blocks
         self._parent: list[int | None] = [None] * num_blocks
         self._num_children = [0] * num_blocks  # registered ones
@@ -45,11 +45,15 @@ class LeafPolicy:
         self._queue: list[int | None] = [None] * num_blocks  # of a registered block, in use or idle
         self._sizes = [0] * self.NUM_QUEUES
         self._heaps: list[list[tuple[Any, int]]] = [[] for _ in range(self.NUM_QUEUES)]
+        self._ghosts: tuple[Ghosts, ...] = ()  # what is remembered of contents that left
 
     # ---------------------------------------------------------------- what the page table tells
 
-    def register(self, block_id: int, hash: bytes, parent: int | None) -> None:
+    def register(self, block_id: int, hash: bytes, parent: int | None, is_access: bool = True) -> None:
         """A block in use got a content."""
+        if not is_access:  # that its request lost it and has it again says nothing about others
+            for ghosts in self._ghosts:
+                ghosts.recall(hash)
         self._hash[block_id], self._parent[block_id] = hash, parent
         if parent is not None:
             self._num_children[parent] += 1
@@ -164,7 +168,7 @@ class Ghosts:
         self._capacity = capacity
         self._notes: OrderedDict[bytes, Any] = OrderedDict()
 
-    def remember(self, hash: bytes, note: Any = None) -> None:
+    def remember(self, hash: bytes, note: Any = True) -> None:
         """Add one that has just left."""
         self._notes[hash] = note
         self._notes.move_to_end(hash)
@@ -187,33 +191,34 @@ class Ghosts:
 
 
 class LRUK(LeafPolicy):
-    """LRU-2 (O'Neil, O'Neil, Weikum, SIGMOD 1993): the block whose last but one access is the longest ago leaves first.
+    """LRU-2: the block whose last but one access is the longest ago leaves first.
 
-    So what was accessed once leaves before what was accessed twice. When a content comes back, its last access is
-    still known (the paper's retained information), for ten times as many contents as there are blocks: without it the
-    policy is below LRU on chats.
+    (O'Neil, O'Neil, Weikum, SIGMOD 1993, section 2; correlated references do not occur, since a request counts
+    once.) So what was accessed once leaves before what was accessed twice. When a content comes back, its last
+    access is still known (the paper's retained information), for ten times as many contents as there are blocks:
+    without it the policy is below LRU on chats.
     """
 
     def clear(self) -> None:
         """Forget everything."""
         super().clear()
-        self._history = Ghosts(10 * self._num_blocks)
+        self._ghosts = (Ghosts(10 * self._num_blocks),)
 
     def _registered(self, block_id: int) -> None:
-        self._place(block_id, 0, (self._history.recall(self._hash[block_id]) or 0, self._now))
+        self._place(block_id, 0, (self._ghosts[0].recall(self._hash[block_id]) or 0, self._now))
 
     def _accessed(self, block_id: int) -> None:
         self._place(block_id, 0, (self._rank[block_id][1], self._now))
 
     def _evicted(self, block_id: int, queue: int) -> None:
-        self._history.remember(self._hash[block_id], self._rank[block_id][1])
+        self._ghosts[0].remember(self._hash[block_id], self._rank[block_id][1])
 
 
 class LFU(LeafPolicy):
-    """LFU with dynamic ageing (Arlitt et al., SIGMETRICS 2000): fewest accesses first, and old glory fades.
+    """LFU with dynamic ageing: fewest accesses first, and old glory fades.
 
-    A block's rank is its number of accesses plus the rank of the last victim at that time; ties go to the one that was
-    accessed longest ago.
+    (LFU-DA of Arlitt et al., Performance Evaluation Review 27(4), 2000.) A block's rank is its number of accesses
+    plus the highest rank that any victim had by then; ties go to the one that was accessed longest ago.
     """
 
     def clear(self) -> None:
@@ -231,11 +236,11 @@ class LFU(LeafPolicy):
         self._place(block_id, 0, (self._age + self._count[block_id], self._now))
 
     def _evicted(self, block_id: int, queue: int) -> None:
-        self._age = self._rank[block_id][0]
+        self._age = max(self._age, self._rank[block_id][0])  # lower when it was in use for long
 
 
 class TwoQ(LeafPolicy):
-    """2Q, full version (Johnson, Shasha, VLDB 1994): a queue for what is new, an LRU for what came back.
+    """2Q, full version (Johnson, Shasha, VLDB 1994, section 2.2): a queue for what is new, an LRU for what came back.
 
     What is new goes through a first-in, first-out queue of a quarter of the blocks; of what leaves it, the hashes are
     kept for half as many contents as there are blocks. What comes back while it is among them is kept in the LRU.
@@ -247,11 +252,10 @@ class TwoQ(LeafPolicy):
     def clear(self) -> None:
         """Forget everything."""
         super().clear()
-        self._ghosts = Ghosts(max(1, self._num_blocks // 2))
+        self._ghosts = (Ghosts(max(1, self._num_blocks // 2)),)
 
     def _registered(self, block_id: int) -> None:
-        came_back = self._hash[block_id] in self._ghosts
-        self._ghosts.recall(self._hash[block_id])
+        came_back = self._ghosts[0].recall(self._hash[block_id])
         self._place(block_id, self.MAIN if came_back else self.NEW, self._now)
 
     def _accessed(self, block_id: int) -> None:
@@ -264,13 +268,15 @@ class TwoQ(LeafPolicy):
 
     def _evicted(self, block_id: int, queue: int) -> None:
         if queue == self.NEW:
-            self._ghosts.remember(self._hash[block_id])
+            self._ghosts[0].remember(self._hash[block_id])
 
 
 class ARC(LeafPolicy):
-    """ARC (Megiddo, Modha, FAST 2003): an LRU for contents seen once, one for those seen again, and a moving border.
+    """ARC: an LRU for contents seen once, one for those seen again, and a moving border between them.
 
-    Of both it keeps the hashes of what left. One that comes back shows which of the two is too small.
+    (Megiddo, Modha, FAST 2003, figure 4.) Of both it keeps the hashes of what left. One that comes back shows which
+    of the two is too small. (The paper moves the border before it evicts. Here memory is taken before the
+    newcomer's content is known: the border moves after.)
     """
 
     NUM_QUEUES = 2
@@ -309,7 +315,11 @@ class ARC(LeafPolicy):
         self._trim()
 
     def _trim(self) -> None:
-        """Contents seen once, here or gone, are at most as many as there are blocks; all together twice as many."""
+        """Keep as much of the past as the paper does.
+
+        Contents seen once, here or gone, are at most as many as there are blocks. So are those gone of the others, and
+        all together are at most twice as many.
+        """
         once, again = self._ghosts
         while len(once) and len(once) + self._sizes[self.ONCE] > self._num_blocks:
             once.shrink()
@@ -320,25 +330,24 @@ class ARC(LeafPolicy):
 class S3FIFO(LeafPolicy):
     """S3-FIFO (Yang et al., SOSP 2023): a small queue for what is new, a main one, and only first in, first out.
 
-    What was accessed while it stood in the small queue, a tenth of the blocks, moves to the main one; of what leaves
-    it, the hashes are kept, and what comes back goes to the main queue. There each access, up to three, is worth
-    another round. (The paper wants two accesses in the small queue.)
+    What was hit twice while it stood in the small queue, a tenth of the blocks, moves to the main one; of what leaves
+    it, the hashes are kept, and what comes back goes to the main queue. There each hit, up to three, is worth another
+    round (section 4, algorithm 1; hashes are kept of as many contents as there are blocks).
     """
 
     NUM_QUEUES = 2
     SMALL, MAIN = 0, 1
-    MOST = 3
+    MOST = 3  # hits that count
 
     def clear(self) -> None:
         """Forget everything."""
         super().clear()
         self._count = [0] * self._num_blocks  # accesses since a block entered its queue
-        self._ghosts = Ghosts(self._num_blocks)
+        self._ghosts = (Ghosts(self._num_blocks),)
         self._entered = 0
 
     def _registered(self, block_id: int) -> None:
-        came_back = self._hash[block_id] in self._ghosts
-        self._ghosts.recall(self._hash[block_id])
+        came_back = self._ghosts[0].recall(self._hash[block_id])
         self._enter(block_id, self.MAIN if came_back else self.SMALL)
 
     def _accessed(self, block_id: int) -> None:
@@ -355,14 +364,14 @@ class S3FIFO(LeafPolicy):
             queue = _first_with_leaf(self, (self.SMALL, self.MAIN) if is_long else (self.MAIN, self.SMALL))
             block_id = self._heaps[queue][0][1]
             count = self._count[block_id]
-            if count == 0:
+            if count < (2 if queue == self.SMALL else 1):
                 return queue
             self._enter(block_id, self.MAIN)
             self._count[block_id] = 0 if queue == self.SMALL else count - 1
 
     def _evicted(self, block_id: int, queue: int) -> None:
         if queue == self.SMALL:
-            self._ghosts.remember(self._hash[block_id])
+            self._ghosts[0].remember(self._hash[block_id])
 
 
 def _first_with_leaf(policy: LeafPolicy, queues: tuple[int, ...]) -> int:

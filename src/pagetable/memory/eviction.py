@@ -11,11 +11,14 @@ class EvictionPolicy(Protocol):
     """An order over cached idle blocks, in which a parent never comes before its registered child.
 
     (A chain without its head can never be hit again.) An *access* of a block is that a request hits it or registers
-    it, once. Every operation is O(log n) at most. One made for `num_blocks` blocks knows ids from 0 to that.
+    it, once. Every operation is O(log n) at most, amortised. One made for `num_blocks` blocks knows ids below that.
     """
 
-    def register(self, block_id: int, hash: bytes, parent: int | None) -> None:
-        """A block in use got a content, known by its hash, behind that of the block `parent`: its first access."""
+    def register(self, block_id: int, hash: bytes, parent: int | None, is_access: bool = True) -> None:
+        """A block in use got a content, known by its hash, behind that of the block `parent`.
+
+        It is no access when this request had the content before, lost it to preemption and computed it again.
+        """
 
     def access(self, block_ids: Iterable[int]) -> None:
         """A request hits these blocks, in use by now, at one moment.
@@ -54,7 +57,7 @@ class LRU:
     def __init__(self, num_blocks: int) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def register(self, block_id: int, hash: bytes, parent: int | None) -> None:
+    def register(self, block_id: int, hash: bytes, parent: int | None, is_access: bool = True) -> None:
         """Only releases count."""
 
     def access(self, block_ids: Iterable[int]) -> None:

@@ -53,7 +53,7 @@ class Workload:
             self._merged = self.block_size // trace.block_size
         self.until = until
         self.sample = sample
-        self._seed = seed
+        self.seed = seed
 
     def __iter__(self) -> Iterator[tuple[TraceRequest, Access]]:
         tree, sessions = PrefixTree(), SessionFinder()
@@ -82,7 +82,7 @@ class Workload:
         return Access(tree.path(contents), len(prompt) // size, reusable, reusable + 1)
 
     def _is_kept(self, session: Any) -> bool:
-        digest = blake2b(f"{self._seed}/{session}".encode(), digest_size=8).digest()
+        digest = blake2b(f"{self.seed}/{session}".encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.sample * 2**64
 
     def hits_as_tokens(self, request: TraceRequest, num_hits: int) -> int:

@@ -6,14 +6,19 @@ import json
 import math
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from pagetable.memory import EVICTION_POLICIES
 from pagetable.replay.sizing import DTYPE_BYTES, bytes_per_token, format_bytes, seconds_for_people
 from pagetable.replay.trace_command import workload_of, workload_options
+
+Progress = Callable[[str, int], None]  # what is going on, requests so far
 
 
 def _list(_: click.Context, __: click.Parameter, value: str) -> list[str]:
@@ -46,15 +51,21 @@ def _list(_: click.Context, __: click.Parameter, value: str) -> list[str]:
     show_default=True,
     help="With --model.",
 )
-@click.option("--timed", is_flag=True, help="In time, under the real scheduler; needs --cost-model.")
+@click.option("--timed", is_flag=True, help="In time, under the real scheduler.")
 @click.option(
     "--cost-model",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="What a step costs: a file of `pagetable bench calibrate`.",
+    help="What a step costs: a file of `pagetable bench calibrate`.  [default: the default model on two cores]",
 )
-@click.option("--speed", type=float, default=1.0, show_default=True, help="2: requests arrive twice as fast.")
-@click.option("--max-num-seqs", type=click.IntRange(1), default=128, show_default=True, help="That run at once.")
-@click.option("--max-num-batched-tokens", type=click.IntRange(1), default=2048, show_default=True, help="Of a step.")
+@click.option(
+    "--speed", type=float, default=1.0, show_default=True, help="With --timed; 2: requests arrive twice as fast."
+)
+@click.option(
+    "--max-num-seqs", type=click.IntRange(1), default=128, show_default=True, help="With --timed: that run at once."
+)
+@click.option(
+    "--max-num-batched-tokens", type=click.IntRange(1), default=2048, show_default=True, help="With --timed: of a step."
+)
 @click.option("--check", is_flag=True, help="Verify the page table's invariants after each request; slow.")
 @click.option("--report", type=click.Path(dir_okay=False, writable=True, path_type=Path), help="HTML page to write.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, for machines.")
@@ -67,7 +78,8 @@ def replay(as_json: bool, report: Path | None, **options: Any) -> None:
         from pagetable.replay.report import plotly_js
 
         plotly_js()  # if that is missing, let it be said now
-    result = _run(options)
+    with _progress() as progress:
+        result = _run(options, progress)
     if report is not None:
         from pagetable.replay.report import write_report
 
@@ -76,8 +88,8 @@ def replay(as_json: bool, report: Path | None, **options: Any) -> None:
     click.echo(json.dumps(result) if as_json else describe(result))
 
 
-def _run(options: dict[str, Any]) -> dict[str, Any]:
-    from pagetable.replay.cost import CostModel
+def _run(options: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    from pagetable.replay.cost import DEFAULT_COST, CostModel
     from pagetable.replay.replay import replay_cache, replay_timed
     from pagetable.replay.timed_replay import Limits
 
@@ -86,24 +98,33 @@ def _run(options: dict[str, Any]) -> dict[str, Any]:
     workload, token_bytes = workload_of(**{name: options[name] for name in names}), _token_bytes(options)
     policies = list(EVICTION_POLICIES) if options["policies"] == ["all"] else options["policies"]
     block_bytes = None if token_bytes is None else token_bytes * workload.block_size
-    common: dict[str, Any] = {"block_bytes": block_bytes, "progress": _progress()}
+    common: dict[str, Any] = {"block_bytes": block_bytes, "progress": progress}
     if not options["timed"]:
         return replay_cache(workload, policies, options["capacities"], check=options["check"], **common)
-    cost = CostModel.load(options["cost_model"])
+    cost = DEFAULT_COST if options["cost_model"] is None else CostModel.load(options["cost_model"])
     limits = Limits(options["max_num_seqs"], options["max_num_batched_tokens"])
     return replay_timed(workload, policies, options["capacities"], cost, limits, speed=options["speed"], **common)
 
 
 def _check(options: dict[str, Any]) -> None:
     """Refuse options that say nothing together."""
-    if options["timed"] and options["cost_model"] is None:
-        raise click.UsageError("--timed needs --cost-model FILE; make one: pagetable bench calibrate -o FILE")
-    if options["cost_model"] is not None and not options["timed"]:
-        raise click.UsageError("--cost-model is for --timed")
+    for name in _ONLY_TIMED:
+        if not options["timed"] and _is_given(name):
+            raise click.UsageError(f"--{name.replace('_', '-')} is for --timed")
+    if _is_given("kv_cache_dtype") and options["model"] is None:
+        raise click.UsageError("--kv-cache-dtype is for --model")
     if options["timed"] and options["check"]:
         raise click.UsageError("--check is for a replay without --timed")
     if not 0 < options["speed"] < math.inf:
         raise click.UsageError(f"--speed {options['speed']} is not a number above 0")
+
+
+_ONLY_TIMED = ("cost_model", "speed", "max_num_seqs", "max_num_batched_tokens")
+
+
+def _is_given(name: str) -> bool:
+    """Whether somebody has said so, and it is not the default."""
+    return click.get_current_context().get_parameter_source(name) is not ParameterSource.DEFAULT
 
 
 def _token_bytes(options: dict[str, Any]) -> int | None:
@@ -113,19 +134,24 @@ def _token_bytes(options: dict[str, Any]) -> int | None:
     return given
 
 
-def _progress() -> Any:
-    """Shows how far it is on a terminal, a few times a second."""
-    if not sys.stderr.isatty():
-        return lambda what, count: None
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    """Shows how far it is on a terminal, a few times a second, and nothing of it afterwards."""
     shown = time.perf_counter()
 
     def show(what: str, count: int) -> None:
         nonlocal shown
         if time.perf_counter() - shown > 0.2:
             shown = time.perf_counter()
-            click.echo(f"\r{what}: {count:,} requests ", nl=False, err=True)
+            click.echo(f"\r\x1b[K{what}: {count:,} requests ", nl=False, err=True)
 
-    return show
+    if not sys.stderr.isatty():
+        yield lambda what, count: None
+        return
+    try:
+        yield show
+    finally:
+        click.echo("\r\x1b[K", nl=False, err=True)
 
 
 def describe(result: dict[str, Any]) -> str:
@@ -142,12 +168,17 @@ def describe(result: dict[str, Any]) -> str:
         f"  {memory['goal']:.0%} of that with LRU: {memory['blocks']:,} blocks, {memory['share']:.1%} of all"
         f"{bytes_needed}",
     ]
+    if trace["until_s"] is not None or trace["sample"] < 1:
+        until = "" if trace["until_s"] is None else f", the first {seconds_for_people(trace['until_s'])}"
+        lines.append(f"  of this trace {trace['sample']:.3g} of the sessions, seed {trace['seed']}{until}")
     if trace["skipped_lines"] or trace["out_of_order"] or trace["inconsistent_lengths"]:
         lines.append(
             f"  {trace['skipped_lines']} lines skipped, {trace['out_of_order']} requests out of order, "
             f"{trace['inconsistent_lengths']} with a number of hashes that does not fit their length"
         )
     lines += ["", *(_timed_table if result["mode"] == "timed" else _cache_table)(result["rows"])]
+    if result["mode"] == "timed":
+        lines.append(f"\nA step costs what it costs {result['cost_model']['about'].get('model', 'an unnamed model')}.")
     refused = max(row["refused_requests"] for row in result["rows"])
     if refused:
         lines.append(f"\nUp to {refused:,} requests need more blocks than there are, and missed everything.")

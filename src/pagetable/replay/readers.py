@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import gzip
 import heapq
-import io
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 
+from pagetable.replay.files import MAX_LINE_BYTES, open_packed, read_line
 from pagetable.replay.trace import IntArray, TraceError, TraceRequest
 
-MAX_LINE_BYTES = 256 << 20
 HEAD = 100  # records that tell the format and the block size
 MAX_TIME = 1e15  # thirty million years in seconds, thirty thousand in milliseconds
 MAX_TOKENS = 1 << 31  # of one request; more is a mistake, and would not fit into memory
@@ -125,10 +123,10 @@ class Trace:
 
     def _records(self, file: Path) -> Iterator[tuple[int, Record | None]]:
         """Number and JSON object of each line; None for a line that is none and may be skipped."""
-        with _open(file) as lines:
-            number, line = 1, _line(lines, file, 0)
+        with open_packed(file) as lines:
+            number, line = 1, read_line(lines, file, 0)
             if line.strip() == b"{":  # one object over many lines, if what follows is the inside of one
-                second = _line(lines, file, 1)
+                second = read_line(lines, file, 1)
                 if second.lstrip().startswith((b'"', b"}")):
                     line += second + lines.read(MAX_LINE_BYTES)
                 else:
@@ -137,7 +135,7 @@ class Trace:
             while line:
                 if not line.isspace():
                     yield number, self._record(file, number, line)
-                line = _line(lines, file, number)
+                line = read_line(lines, file, number)
                 number += 1
 
     def _record(self, file: Path, number: int, line: bytes) -> Record | None:
@@ -165,7 +163,7 @@ class Reading:
     block_size: int | None
     num_sessions: int = 0
     num_inconsistent: int = 0
-    roots: dict[Any, Any] | None = None  # Qwen: of each chat the first one of its conversation
+    roots: dict[Any, Any] = field(default_factory=dict)  # Qwen: of each chat the first one of its conversation
 
 
 # -------------------------------------------------------------------- the formats
@@ -182,7 +180,7 @@ def _read_mooncake(record: Record, reading: Reading) -> Iterator[TraceRequest]:
 
 
 def _read_qwen(record: Record, reading: Reading) -> Iterator[TraceRequest]:
-    roots = reading.roots = {} if reading.roots is None else reading.roots
+    roots = reading.roots
     chat, parent = record["chat_id"], record.get("parent_chat_id")
     parent = -1 if parent is None else parent
     if not isinstance(chat, int | str) or not isinstance(parent, int | str):
@@ -396,65 +394,3 @@ def _tokens(value: Any, name: str, least: int = 1) -> IntArray:
 def _shown(value: Any) -> str:
     text = repr(value) if not isinstance(value, int) or abs(value) < 10**30 else "a number with more than 30 digits"
     return text if len(text) <= 60 else text[:60] + ".."
-
-
-# -------------------------------------------------------------------- files
-
-
-def _line(lines: BinaryIO, file: Path, number: int) -> bytes:
-    """The next line; TraceError where a packed file is damaged or ends too early."""
-    try:
-        return lines.readline(MAX_LINE_BYTES)
-    except Exception as error:  # each way of packing has errors of its own
-        raise TraceError(f"{file}, after line {number}: it cannot be unpacked: {error}") from error
-
-
-def _open(path: Path) -> BinaryIO:
-    """A file to read bytes from, unpacked if it is packed. OSError if it cannot be; TraceError for a lack of zstd."""
-    file = path.open("rb")
-    magic = file.peek(4)[:4]
-    if magic[:2] == b"\x1f\x8b":
-        file.close()
-        return cast(BinaryIO, gzip.open(path))
-    if magic == b"\x28\xb5\x2f\xfd":
-        try:
-            import zstandard
-        except ImportError:
-            file.close()
-            raise TraceError(f"{path}: it is packed with zstd: pip install zstandard, or unpack it first") from None
-        return io.BufferedReader(_Zstandard(file, zstandard.ZstdDecompressor()))
-    return file
-
-
-class _Zstandard(io.RawIOBase):
-    """Unpacks a file of one or more frames. Unlike the library's own reader it tells a cut file from a whole one."""
-
-    def __init__(self, file: BinaryIO, decompressor: Any) -> None:
-        self._file, self._decompressor = file, decompressor
-        self._frame: Any = None  # that is being unpacked
-        self._packed = self._data = b""
-
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Fill some of the buffer; 0 at the end."""
-        while not self._data:
-            self._packed = self._packed or self._file.read(128)  # a few bytes may unpack to very many
-            if not self._packed:
-                if self._frame is not None:
-                    raise EOFError("it ends in the middle")
-                return 0
-            frame = self._frame or self._decompressor.decompressobj()
-            self._data = frame.decompress(self._packed)
-            self._packed = frame.unused_data if frame.eof else b""
-            self._frame = None if frame.eof else frame
-        size = min(len(buffer), len(self._data))
-        buffer[:size], self._data = self._data[:size], self._data[size:]
-        return size
-
-    def close(self) -> None:
-        """Close the file as well."""
-        self._file.close()
-        super().close()

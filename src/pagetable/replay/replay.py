@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from pagetable.replay.trace import TraceError
 
 NUM_BUCKETS = 60  # of time, in the hit rate over time
 NUM_POINTS = 40  # of the curves over capacity
-GOAL = 0.9  # of what an infinite cache hits: how much memory does that take?
+GOAL = Fraction(9, 10)  # of what an infinite cache hits: how much memory does that take?
 
 Progress = Callable[[str, int], None]  # what is going on, requests so far
 
@@ -158,6 +159,9 @@ def _trace_facts(workload: Workload, analysis: Analysis) -> dict[str, Any]:
         "infinite_block_hit_rate": reuse.num_hits / reuse.num_accesses,
         "infinite_token_hit_rate": analysis.num_hit_tokens / analysis.num_prompt_tokens,
         "waste": 1 - analysis.num_prompt_tokens / analysis.num_slots,  # slots of partial blocks that no token fills
+        "until_s": None if math.isinf(workload.until) else workload.until,
+        "sample": workload.sample,
+        "seed": workload.seed,
         "skipped_lines": trace.num_skipped,
         "out_of_order": trace.num_out_of_order,
         "inconsistent_lengths": trace.num_inconsistent,
@@ -166,11 +170,9 @@ def _trace_facts(workload: Workload, analysis: Analysis) -> dict[str, Any]:
 
 def _memory(analysis: Analysis, workload: Workload, block_bytes: int | None) -> dict[str, Any]:
     """How much of it LRU needs for most of what is possible."""
-    hits = analysis.reuse.lru_hits()
-    blocks = max(int(np.searchsorted(hits, math.ceil(GOAL * hits[-1]))), analysis.reuse.num_needed)
-    blocks = min(blocks, analysis.reuse.num_nodes)
+    hits, blocks = analysis.reuse.lru_hits(), analysis.reuse.lru_blocks(GOAL)
     return {
-        "goal": GOAL,
+        "goal": float(GOAL),
         "block_hit_rate": float(hits[blocks]) / analysis.reuse.num_accesses,
         "blocks": blocks,
         "tokens": blocks * workload.block_size,
@@ -191,7 +193,7 @@ def _row(
         "token_hit_rate": result.num_hit_tokens / result.num_prompt_tokens,
         "min_block_hit_rate": min_hits / result.num_accesses,
         "share_of_min": result.num_hits / min_hits if min_hits else 1.0,
-        "prefill_amplification": _ratio(result.num_accesses - result.num_hits, result.num_accesses - min_hits),
+        "prefill_amplification": _amplification(result.num_accesses - result.num_hits, result.num_accesses - min_hits),
         "evictions": result.evictions,
         "refused_requests": result.num_refused,
         "seconds": result.seconds,
@@ -228,8 +230,8 @@ def _timed_figures(result: TimedResult) -> dict[str, Any]:
     }
 
 
-def _ratio(value: int, reference: int) -> float:
-    return value / reference if reference else 1.0
+def _amplification(computed: int, least: int) -> float:
+    return computed / least if least else 1.0
 
 
 def _percentiles(values: np.ndarray[Any, Any], percents: tuple[int, ...]) -> dict[str, float] | None:
@@ -258,7 +260,7 @@ def _curve(analysis: Analysis) -> list[dict[str, Any]]:
 def _reuse_histograms(analysis: Analysis) -> dict[str, Any]:
     """Block accesses by how many other blocks, and how many seconds, lie between them and the use before."""
     hits = analysis.reuse.lru_hits()
-    distances = np.unique(np.geomspace(1, max(2, len(hits) - 1), 25).round().astype(int))
+    distances = np.unique(np.geomspace(1, max(1, len(hits) - 1), 25).round().astype(int))
     seconds, counts = analysis.reuse.intervals()
     edges = np.concatenate([[0], np.geomspace(0.1, max(1.0, seconds.max(initial=0)) * 1.001, 24)])
     return {

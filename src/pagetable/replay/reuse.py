@@ -16,7 +16,9 @@ tokens are replayed, partial blocks and unknown answers take room that is not co
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
+from fractions import Fraction
 from heapq import heappop, heappush
 
 import numpy as np
@@ -122,6 +124,11 @@ class Reuse:
         """
         per_distance = np.cumsum(self._distances)[: self.num_nodes + 1]
         return np.cumsum(np.pad(per_distance, (0, self.num_nodes + 1 - len(per_distance))))
+
+    def lru_blocks(self, share: Fraction) -> int:
+        """The fewest blocks with which LRU has this share of an infinite cache's hits, and refuses nobody."""
+        hits = self.lru_hits()
+        return min(max(int(np.searchsorted(hits, math.ceil(share * int(hits[-1])))), self.num_needed), self.num_nodes)
 
     def intervals(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Seconds between two uses of a block, and how many blocks it was so for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -134,8 +135,7 @@ def _percentiles(values: ArrayLike, counts: ArrayLike) -> Stats:
 def _lru_blocks(reuse: Reuse) -> dict[str, int | None]:
     if not reuse.num_hits:
         return {f"{percent}%": None for percent in PERCENTS}
-    hits = reuse.lru_hits() * 100
-    return {f"{percent}%": int(np.searchsorted(hits, percent * reuse.num_hits)) for percent in PERCENTS}
+    return {f"{percent}%": reuse.lru_blocks(Fraction(percent, 100)) for percent in PERCENTS}
 
 
 # -------------------------------------------------------------------- for people

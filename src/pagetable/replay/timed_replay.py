@@ -18,7 +18,7 @@ from pagetable.replay.cost import CostModel
 from pagetable.replay.reuse import Access
 from pagetable.replay.trace import IntArray, TraceError, TraceRequest
 
-FIRST_UNKNOWN = 2**30  # output tokens that the trace does not tell get ids from here on, each its own
+FIRST_UNKNOWN = 2**30  # tokens that the trace does not tell get ids from here on, each its own
 GHOSTS = 10  # times as many contents as there are blocks are remembered, to say why one is missed
 
 
@@ -70,7 +70,6 @@ class TimedResult:
 class _Running:
     """A request between its arrival and its end."""
 
-    request: TraceRequest
     number: int  # in order of arrival
     arrival: float
     output: Iterator[int]
@@ -105,7 +104,7 @@ class TimedReplay:
             scheduling_policy=limits.scheduling_policy,
         )
         self._running: dict[int, _Running] = {}
-        self._num_unknown = 0
+        self._next_unknown = FIRST_UNKNOWN
         self._waste = 0.0  # share of slots times seconds
 
     def run(self, progress: Callable[[int], None] = lambda count: None) -> TimedResult:
@@ -139,21 +138,28 @@ class TimedReplay:
             result.num_refused += 1
             return
         arrival = request.arrival / self._speed
-        self._running[seq.seq_id] = _Running(request, len(result.hits) - 1, arrival, self._output(request))
+        self._running[seq.seq_id] = _Running(len(result.hits) - 1, arrival, self._output(request))
 
     def _prompt(self, request: TraceRequest, access: Access) -> IntArray:
         """Tokens that are equal where the trace says so: each block is the number of its node, again and again."""
         if request.token_ids is not None:
             return request.token_ids
         tokens = np.repeat(access.path, self._workload.block_size)[: request.num_prompt_tokens]
-        return np.pad(tokens, (0, request.num_prompt_tokens - len(tokens)), constant_values=SENTINEL)
+        tail = self._unknown(request.num_prompt_tokens - len(tokens))
+        return np.append(tokens, np.arange(tail.start, tail.stop, dtype=np.int32))
 
     def _output(self, request: TraceRequest) -> Iterator[int]:
         if request.output_token_ids is not None:
             return iter(request.output_token_ids.tolist())
-        first = self._num_unknown
-        self._num_unknown += max(1, request.num_output_tokens)
-        return (FIRST_UNKNOWN + i % FIRST_UNKNOWN for i in range(first, self._num_unknown))
+        return iter(self._unknown(max(1, request.num_output_tokens)))
+
+    def _unknown(self, num_tokens: int) -> range:
+        """Tokens that the trace does not tell, so that nothing else has them."""
+        if self._next_unknown + num_tokens > 2**31:
+            self._next_unknown = FIRST_UNKNOWN  # those are long forgotten
+        first = self._next_unknown
+        self._next_unknown += num_tokens
+        return range(first, first + num_tokens)
 
     def _advance(self, until: float) -> None:
         """Run steps until nothing is left to do or the clock has passed `until`, when the next request is there."""

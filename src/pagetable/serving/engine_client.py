@@ -144,7 +144,7 @@ class EngineClient:
         self._process: asyncio.subprocess.Process | None = None
         self._inbox: zmq.Socket[bytes] | None = None  # of the engine: we push
         self._reading: asyncio.Task[None] | None = None  # of what the engine pushes to us
-        self._first: asyncio.Future[Ready | Failed]  # what the process says when it has loaded
+        self._first: asyncio.Future[Ready | Failed] | None = None  # what the process says when it has loaded
         self._streams: dict[str, Stream] = {}
         self._calls: dict[int, asyncio.Future[None]] = {}
         self._call_ids = count()
@@ -204,15 +204,20 @@ class EngineClient:
             left.unlink()
         place = f"ipc://{folder}/{next(self._generation)}"
         config = msgspec.structs.replace(self._config, inbox=f"{place}.inbox", outbox=f"{place}.outbox")
+        self._inbox, outbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
         try:
-            self._inbox, outbox = self._context.socket(zmq.PUSH), self._context.socket(zmq.PULL)
             for socket, address in ((self._inbox, config.inbox), (outbox, config.outbox)):
                 socket.set_hwm(0)
                 socket.bind(address)
-            self._first = asyncio.get_running_loop().create_future()
-            self._reading = asyncio.create_task(self._read(outbox))
+        except BaseException:
+            outbox.close(linger=0)
+            self._close_sockets()
+            raise
+        first = self._first = asyncio.get_running_loop().create_future()
+        self._reading = asyncio.create_task(self._read(outbox))
+        try:
             await self._start_process(msgspec.msgpack.encode(config))
-            return await self._wait_until_ready()
+            return await self._wait_until_ready(first)
         except BaseException:
             self._close_sockets()
             raise
@@ -247,9 +252,9 @@ class EngineClient:
             asyncio.get_running_loop().remove_reader(descriptor)
             outbox.close(linger=0)
 
-    async def _wait_until_ready(self) -> Ready:
+    async def _wait_until_ready(self, first: asyncio.Future[Ready | Failed]) -> Ready:
         assert self._process is not None
-        first, ended = self._first, asyncio.ensure_future(self._process.wait())
+        ended = asyncio.ensure_future(self._process.wait())
         try:
             await asyncio.wait((first, ended), timeout=LOAD_SECONDS, return_when=asyncio.FIRST_COMPLETED)
             if not first.done() and not ended.done():
@@ -401,7 +406,8 @@ class EngineClient:
                 if call is not None and not call.done():
                     call.set_result(None)
             case Ready() | Failed():
-                self._first.set_result(message)
+                if self._first is not None and not self._first.done():
+                    self._first.set_result(message)
 
     def _deliver(self, delta: Delta) -> None:
         stream = self._streams.get(delta.request_id)

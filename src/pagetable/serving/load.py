@@ -193,18 +193,18 @@ class _Load:
             async for chunk in response.content.iter_any():
                 reads.append((self._now(), chunk))
         finally:
-            self._understand(reads, record)
+            self._parse(reads, record)
         if not record.is_done:
             raise RequestFailure("cut stream", "the stream ended with neither a finish reason nor [DONE]")
-        record.ended = record.ended or self._now()
+        record.ended = record.ended or reads[-1][0]
 
-    def _understand(self, reads: list[tuple[float, bytes]], record: Measurement) -> None:
+    def _parse(self, reads: list[tuple[float, bytes]], record: Measurement) -> None:
         events = EventParser()
         for moment, chunk in reads:
             for data in events.feed(chunk):
                 record.take(data, moment)
         for data in events.feed(b"\n\n"):  # some servers leave out the empty line after the last event
-            record.take(data, self._now())
+            record.take(data, reads[-1][0])
 
     def _now(self) -> float:
         return time.perf_counter() - self._began
