@@ -159,8 +159,8 @@ $facts
 <noscript><p>The charts need JavaScript; the tables do not.</p></noscript>
 
 <h2>Hit rate and capacity</h2>
-<p class="soft">How many of the blocks that prompts ask for are found, at each size of the cache. No policy is above
-MIN; the room between a policy and MIN is what a better policy could win, and above that only more memory helps.</p>
+<p class="soft">How many of the blocks that prompts ask for are found, at each size of the cache. With each
+request whole no policy is above MIN: the room below MIN is what a better policy could win, above it only memory helps.</p>
 <form data-chart="hit-rate" autocomplete="off">$policies_legend</form>
 <div class="chart" id="hit-rate" role="img" aria-label="Hit rate against capacity"></div>
 
@@ -211,11 +211,10 @@ GLOSSARY = """
 found and evicted. Distinct blocks are those that the whole trace would fill.</dd>
 <dt>block access</dt><dd>One block of one prompt. It is found if the cache holds it and all blocks before it.</dd>
 <dt>infinite cache</dt><dd>One that never evicts: it misses only what is new.</dd>
-<dt>LRU</dt><dd>Evicts the block that was used longest ago; the other policies are named as in the literature. The curve
-at every capacity lets a request be larger than the cache, which a replayed cache refuses: at very small capacities it
-can be above MIN.</dd>
+<dt>LRU</dt><dd>Evicts the block that was used longest ago; the other policies are named as in the literature. Its
+curve begins at the size that the largest request needs.</dd>
 <dt>MIN</dt><dd>Belady's optimum: it knows the future, and evicts what is used again last. No policy finds more with the
-same memory.</dd>
+same memory, as long as each request is served whole.</dd>
 <dt>distance</dt><dd>Distinct blocks used between two uses of a block, the block itself among them.</dd>
 <dt>seen before, no longer there</dt><dd>An infinite cache would have found it.</dd>
 <dt>last block of a prompt</dt><dd>At least one token is always computed, so this block cannot be found.</dd>
