@@ -17,6 +17,7 @@ from pagetable.replay.cost import CostModel, features, fit
 BATCHES = (1, 2, 4, 8, 16, 32)  # sequences at once
 LENGTHS = (8, 64, 256, 1024, 4096)  # tokens of their prompts
 NUM_DECODES = 12  # steps after a prompt
+DOUBTFUL = 0.2  # error at the median
 MOST_TOKENS = 8192  # of all prompts of a case, so that it takes seconds and not minutes
 
 
@@ -30,7 +31,7 @@ def calibrate(llm: LLM, rounds: int, say: Callable[[str], None]) -> CostModel:
     cases = list(_cases(llm))
     for number in range(rounds + 1):
         for batch, length in cases:
-            say(f"round {number} of {rounds}: {batch} prompts of {length} tokens")
+            say(f"{f'round {number} of {rounds}' if number else 'warming up'}: {batch} prompts of {length} tokens")
             steps = list(_steps(llm, batch, length, np.random.default_rng((number, batch, length))))
             if number:
                 samples += steps
@@ -75,6 +76,9 @@ def _steps(llm: LLM, batch: int, length: int, rng: np.random.Generator) -> Itera
 def describe_cost(cost: CostModel, path: Path) -> str:
     """The costs for people."""
     about = cost.about
+    doubt = "\n  Too far for timed replays to mean much: was something else running here?" * (
+        about["median_error"] > DOUBTFUL
+    )
     return (
         f"{about['model']}\n"
         f"  a step                     {cost.step * 1e3:9.3f} ms\n"
@@ -83,6 +87,6 @@ def describe_cost(cost: CostModel, path: Path) -> str:
         f"  a sequence that decodes    {cost.decode * 1e6:9.3f} us, and {cost.decode_context * 1e9:.3f} ns "
         "for each token it attends to\n"
         f"  off by {about['median_error']:.1%} at the median, {about['p90_error']:.1%} at the 90th percentile "
-        f"of {about['samples']} steps\n"
+        f"of {about['samples']} steps{doubt}\n"
         f"{path} written"
     )

@@ -54,6 +54,9 @@ class Workload:
         self.until = until
         self.sample = sample
         self.seed = seed
+        self.guesses_sessions = (
+            False  # whether the trace, as far as it was read, does not say which requests belong together
+        )
 
     def __iter__(self) -> Iterator[tuple[TraceRequest, Access]]:
         tree, sessions = PrefixTree(), SessionFinder()
@@ -62,6 +65,7 @@ class Workload:
                 return
             access = self._access(request, tree)
             if request.session is None:
+                self.guesses_sessions = True
                 request.session = sessions.find(access.path)
             if self.sample >= 1.0 or self._is_kept(request.session):
                 yield request, access
@@ -79,7 +83,15 @@ class Workload:
         content = tokens.astype("<i4").tobytes()
         contents = [content[i : i + 4 * size] for i in range(0, len(tokens) // size * 4 * size, 4 * size)]
         reusable = (len(prompt) - 1) // size
-        return Access(tree.path(contents), len(prompt) // size, reusable, reusable + 1)
+        num_tokens = max(len(tokens), len(prompt) + request.num_output_tokens - 1)  # whose K/V is computed
+        return Access(
+            tree.path(contents),
+            num_accesses=len(prompt) // size,
+            num_reusable=reusable,
+            num_needed=reusable + 1,
+            num_unknown=num_tokens // size - len(contents),
+            is_partial=num_tokens % size > 0,
+        )
 
     def _is_kept(self, session: Any) -> bool:
         digest = blake2b(f"{self.seed}/{session}".encode(), digest_size=8).digest()

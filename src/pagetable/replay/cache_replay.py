@@ -102,7 +102,7 @@ class CacheReplay:
         seq.num_scheduled_tokens = 0
 
     def _decode(self, seq: TraceSequence, num_tokens: int, now: float) -> None:
-        """Let the answer grow token by token to so many tokens in all, or until no block is free."""
+        """Let the answer grow, a block at a time, to so many tokens in all, or until no block is free."""
         while seq.num_tokens < num_tokens:
             seq.num_tokens += 1
             if not self._manager.can_append(seq):
@@ -110,7 +110,8 @@ class CacheReplay:
             num_blocks = len(seq.block_table)
             self._manager.may_append(seq)
             self._note_evicted(seq.block_table[num_blocks:], now)
-            self._compute(seq, 1)
+            seq.num_tokens = min(num_tokens, len(seq.block_table) * self._block_size)
+            self._compute(seq, seq.num_tokens - seq.num_cached_tokens)
 
     def _note_evicted(self, fresh: list[int], now: float) -> None:
         """These blocks were taken: what they held, if anything, has lived until now."""

@@ -18,6 +18,8 @@ from pagetable.memory import EVICTION_POLICIES
 from pagetable.replay.sizing import DTYPE_BYTES, bytes_per_token, format_bytes, seconds_for_people
 from pagetable.replay.trace_command import workload_of, workload_options
 
+OVERLOADED = 0.98  # of the time computing
+
 Progress = Callable[[str, int], None]  # what is going on, requests so far
 
 
@@ -77,7 +79,9 @@ def replay(as_json: bool, report: Path | None, **options: Any) -> None:
     if report is not None:
         from pagetable.replay.report import plotly_js
 
-        plotly_js()  # if that is missing, let it be said now
+        plotly_js()  # what is missing is said before the work, not after it
+        if not report.absolute().parent.is_dir():
+            raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
     with _progress() as progress:
         result = _run(options, progress)
     if report is not None:
@@ -157,16 +161,19 @@ def _progress() -> Iterator[Progress]:
 def describe(result: dict[str, Any]) -> str:
     """The result as a table for people."""
     trace, memory = result["trace"], result["memory"]
-    bytes_needed = "" if memory["bytes"] is None else f", {format_bytes(memory['bytes'])}"
+    bytes_needed = ""
+    if memory["bytes"] is not None:
+        bytes_needed = f", {format_bytes(memory['bytes'])} at {memory['bytes_per_token']:,} bytes a token"
+    about = "about " if trace["sessions_are_guessed"] else ""
     lines = [
         f"{trace['path']}  ({trace['format']}, {trace['block_size']} tokens a block)",
-        f"  {trace['requests']:,} requests of {trace['sessions']:,} sessions "
+        f"  {trace['requests']:,} requests of {about}{trace['sessions']:,} sessions "
         f"in {seconds_for_people(trace['seconds'])}, {trace['accesses']:,} block accesses, "
         f"{trace['unique_blocks']:,} blocks",
         f"  infinite cache: {trace['infinite_block_hit_rate']:.2%} of blocks, "
-        f"{trace['infinite_token_hit_rate']:.2%} of tokens",
-        f"  {memory['goal']:.0%} of that with LRU: {memory['blocks']:,} blocks, {memory['share']:.1%} of all"
-        f"{bytes_needed}",
+        f"{trace['infinite_token_hit_rate']:.2%} of tokens; the rest was never there before",
+        f"  {memory['goal']:.0%} of what an infinite cache hits takes LRU {memory['blocks']:,} blocks, "
+        f"{memory['share']:.1%} of all{bytes_needed}",
     ]
     if trace["until_s"] is not None or trace["sample"] < 1:
         until = "" if trace["until_s"] is None else f", the first {seconds_for_people(trace['until_s'])}"
@@ -179,11 +186,13 @@ def describe(result: dict[str, Any]) -> str:
     lines += ["", *(_timed_table if result["mode"] == "timed" else _cache_table)(result["rows"])]
     if result["mode"] == "timed":
         lines.append(f"\nA step costs what it costs {result['cost_model']['about'].get('model', 'an unnamed model')}.")
+        if any(row["busy_s"] > OVERLOADED * row["clock_s"] for row in result["rows"]):
+            lines.append("It computes all the time: the requests come faster than they can be served (see --speed).")
     refused = max(row["refused_requests"] for row in result["rows"])
     if refused:
         lines.append(f"\nUp to {refused:,} requests need more blocks than there are, and missed everything.")
     lines += [
-        "\nhit, tokens: share of block accesses and of prompt tokens found. MIN: the best that is possible (Belady).",
+        "\nhit: share of block accesses found. MIN: the best that any policy can do with so many blocks (Belady).",
         "Times are those of the median and the 99th percentile; wait is for a place in the batch."
         if result["mode"] == "timed"
         else "prefill: blocks computed, over those of MIN. lived: median time from a block's filling to its eviction.",
@@ -192,11 +201,11 @@ def describe(result: dict[str, Any]) -> str:
 
 
 def _cache_table(rows: list[dict[str, Any]]) -> list[str]:
-    lines = [f"{_HEAD} {'of MIN':>7} {'prefill':>8} {'evictions':>10} {'lived':>8} {'took':>7}"]
+    lines = [f"{_HEAD} {'prefill':>8} {'evictions':>10} {'lived':>8} {'took':>7}"]
     for row in rows:
         lived = row["block_lifetime_s"] and row["block_lifetime_s"]["p50"]
         lines.append(
-            f"{_rates(row)} {row['share_of_min']:>7.1%} {row['prefill_amplification']:>7.2f}x {row['evictions']:>10,} "
+            f"{_rates(row)} {row['prefill_amplification']:>7.2f}x {row['evictions']:>10,} "
             f"{seconds_for_people(lived):>8} {row['seconds']:>6.1f}s"
         )
     return lines
@@ -217,11 +226,12 @@ def _timed_table(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
-_HEAD = f"{'capacity':>10} {'blocks':>9}  {'policy':<8} {'hit':>7} {'tokens':>7} {'MIN':>7}"
+_HEAD = f"{'capacity':>10} {'blocks':>9}  {'policy':<8} {'hit':>7} {'MIN':>7} {'of MIN':>7} {'tokens':>7}"
 
 
 def _rates(row: dict[str, Any]) -> str:
+    of_min = "-" if row["share_of_min"] is None else f"{row['share_of_min']:.1%}"
     return (
         f"{row['capacity_share']:>10.2%} {row['capacity_blocks']:>9,}  {row['policy']:<8} "
-        f"{row['block_hit_rate']:>7.2%} {row['token_hit_rate']:>7.2%} {row['min_block_hit_rate']:>7.2%}"
+        f"{row['block_hit_rate']:>7.2%} {row['min_block_hit_rate']:>7.2%} {of_min:>7} {row['token_hit_rate']:>7.2%}"
     )

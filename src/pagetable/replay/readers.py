@@ -51,6 +51,8 @@ class Trace:
 
     def __init__(self, path: Path, *, skip_bad: bool = False, encode: Encode | None = None) -> None:
         self.path = Path(path)
+        if self.path.exists() and not self.path.is_file() and not self.path.is_dir():
+            raise TraceError(f"{path}: a trace is read more than once; give a file or a folder")
         self._skip_bad = skip_bad
         self._encode = encode
         self.num_skipped = 0

@@ -119,14 +119,15 @@ def replay_timed(
 def _check_policies(policies: Sequence[str]) -> None:
     unknown = [policy for policy in policies if policy not in EVICTION_POLICIES]
     if unknown or not policies:
-        raise TraceError(f"policy {', '.join(map(repr, unknown))}: choose among {', '.join(EVICTION_POLICIES)}")
+        given = f"policy {', '.join(map(repr, unknown))}" if unknown else "no policy is given"
+        raise TraceError(f"{given}: choose among {', '.join(EVICTION_POLICIES)}")
 
 
 def _sizes(capacities: Sequence[str], analysis: Analysis, block_bytes: int | None) -> list[int]:
     sizes = [parse_capacity(text, analysis.reuse.num_nodes, block_bytes) for text in capacities]
     if not sizes:
         raise TraceError("no capacity is given: shares (5%), blocks (2000) or bytes (4GiB)")
-    return list(dict.fromkeys(sizes))
+    return sorted(set(sizes))
 
 
 def _result(
@@ -151,6 +152,7 @@ def _trace_facts(workload: Workload, analysis: Analysis) -> dict[str, Any]:
         "block_size": workload.block_size,
         "requests": reuse.num_requests,
         "sessions": len(analysis.sessions),
+        "sessions_are_guessed": workload.guesses_sessions,
         "seconds": analysis.arrivals[-1] - analysis.arrivals[0],
         "prompt_tokens": analysis.num_prompt_tokens,
         "output_tokens": analysis.num_output_tokens,
@@ -173,11 +175,12 @@ def _memory(analysis: Analysis, workload: Workload, block_bytes: int | None) -> 
     hits, blocks = analysis.reuse.lru_hits(), analysis.reuse.lru_blocks(GOAL)
     return {
         "goal": float(GOAL),
-        "block_hit_rate": float(hits[blocks]) / analysis.reuse.num_accesses,
+        "block_hit_rate": float(hits[min(blocks, len(hits) - 1)]) / analysis.reuse.num_accesses,
         "blocks": blocks,
         "tokens": blocks * workload.block_size,
         "share": blocks / analysis.reuse.num_nodes,
         "bytes": None if block_bytes is None else blocks * block_bytes,
+        "bytes_per_token": None if block_bytes is None else block_bytes // workload.block_size,
     }
 
 
@@ -192,7 +195,7 @@ def _row(
         "block_hit_rate": result.num_hits / result.num_accesses,
         "token_hit_rate": result.num_hit_tokens / result.num_prompt_tokens,
         "min_block_hit_rate": min_hits / result.num_accesses,
-        "share_of_min": result.num_hits / min_hits if min_hits else 1.0,
+        "share_of_min": result.num_hits / min_hits if min_hits else None,
         "prefill_amplification": _amplification(result.num_accesses - result.num_hits, result.num_accesses - min_hits),
         "evictions": result.evictions,
         "refused_requests": result.num_refused,
@@ -244,8 +247,9 @@ def _curve(analysis: Analysis) -> list[dict[str, Any]]:
     """Hit rates of LRU and MIN, evenly on a logarithmic scale, at capacities from the least that refuses no request."""
     reuse = analysis.reuse
     hits = reuse.lru_hits()
-    first = min(max(1, reuse.num_nodes // 1000, reuse.num_needed), reuse.num_nodes)
-    sizes = np.unique(np.geomspace(first, reuse.num_nodes, NUM_POINTS).round().astype(int)).tolist()
+    last = len(hits) - 1
+    first = min(max(1, last // 1000, reuse.num_needed), last)
+    sizes = np.unique(np.geomspace(first, last, NUM_POINTS).round().astype(int)).tolist()
     return [
         {
             "capacity_blocks": size,

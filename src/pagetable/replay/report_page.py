@@ -160,7 +160,7 @@ $facts
 
 <h2>Hit rate and capacity</h2>
 <p class="soft">How many of the blocks that prompts ask for are found, at each size of the cache. With each
-request whole no policy is above MIN: the room below MIN is what a better policy could win, above it only memory helps.</p>
+request whole no policy is above MIN: what is between is what a better policy could win, above only memory helps.</p>
 <form data-chart="hit-rate" autocomplete="off">$policies_legend</form>
 <div class="chart" id="hit-rate" role="img" aria-label="Hit rate against capacity"></div>
 

@@ -40,6 +40,8 @@ class Access:
     num_accesses: int  # of these, those of its prompt
     num_reusable: int  # of these, those that it can hit: the last may have to be computed in any case
     num_needed: int  # blocks without which it cannot begin
+    num_unknown: int = 0  # blocks behind the path that nobody else can use: of an answer that the trace does not tell
+    is_partial: bool = False  # whether it ends in a block that is not full, and so is not kept
 
 
 class Reuse:
@@ -55,6 +57,7 @@ class Reuse:
         self._live = Grown(0)  # by request: blocks that it used last
         self._live_sums = Grown(0)  # of _CHUNK requests
         self._sizes: list[int] = []  # by request: blocks that it leaves behind
+        self._has_partial = False
         self._needed: list[int] = []  # by request: blocks without which it is refused
         self._next_uses: list[Runs] = []  # by request: who hits its blocks next, from the root down
         self._distances = np.zeros(1024, np.int64)  # differences of the histogram of LRU distances
@@ -82,10 +85,12 @@ class Reuse:
         for user, length in runs:
             live[user] -= length
             sums[user // _CHUNK] -= length
-        live[now] = len(path)
-        sums[now // _CHUNK] += len(path)
+        size = len(path) + access.num_unknown
+        live[now] = size
+        sums[now // _CHUNK] += size
         last_user[path] = now
-        self._sizes.append(len(path))
+        self._sizes.append(size)
+        self._has_partial |= access.is_partial
         self._needed.append(access.num_needed)
         self._next_uses.append([])
         self._arrivals.append(arrival)
@@ -118,17 +123,21 @@ class Reuse:
         return max(self._needed, default=0)
 
     def lru_hits(self) -> NDArray[np.int64]:
-        """Hits of LRU by capacity, from 0 to all blocks. int64, shape (blocks + 1,).
+        """Hits of LRU by capacity, from 0 to so many blocks that more bring nothing. int64.
 
-        They are too many below `num_needed`: there, some requests are refused.
+        They are too many below `num_needed`, where some requests are refused. A block that is being filled and not kept
+        comes on top.
         """
-        per_distance = np.cumsum(self._distances)[: self.num_nodes + 1]
-        return np.cumsum(np.pad(per_distance, (0, self.num_nodes + 1 - len(per_distance))))
+        per_distance = np.cumsum(self._distances)
+        largest = max(self.num_nodes, int(np.flatnonzero(per_distance).max(initial=0)))
+        per_distance = np.pad(per_distance[: largest + 1], (0, max(0, largest + 1 - len(per_distance))))
+        return np.cumsum(per_distance)
 
     def lru_blocks(self, share: Fraction) -> int:
         """The fewest blocks with which LRU has this share of an infinite cache's hits, and refuses nobody."""
         hits = self.lru_hits()
-        return min(max(int(np.searchsorted(hits, math.ceil(share * int(hits[-1])))), self.num_needed), self.num_nodes)
+        enough = int(np.searchsorted(hits, math.ceil(share * int(hits[-1]))))
+        return max(enough + self._has_partial, self.num_needed)
 
     def intervals(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Seconds between two uses of a block, and how many blocks it was so for."""

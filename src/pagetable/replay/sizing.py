@@ -32,16 +32,23 @@ def bytes_per_token(model: str, dtype: str) -> int:
         head_dim = settings.get("attention.key_length")
     else:
         settings = checkpoint.json("config.json") or {}
-        settings = settings.get("text_config") or settings  # of a model that sees as well
+        inner = settings.get("text_config")  # of a model that sees as well
+        settings = inner if isinstance(inner, dict) else settings
         names = ("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size")
         head_dim = settings.get("head_dim")
     values: list[Any] = [settings.get(name) for name in names]
     layers, heads, kv_heads, hidden = values
-    kv_heads = kv_heads or heads
-    if not all(isinstance(value, int) and value > 0 for value in (layers, heads, kv_heads, hidden)):
+    kv_heads = heads if kv_heads is None else kv_heads
+    if head_dim is None and _is_count(hidden) and _is_count(heads):
+        head_dim = hidden // heads
+    if not all(map(_is_count, (layers, heads, kv_heads, head_dim))):
         raise TraceError(f"{model}: its configuration does not say {', '.join(names)}; give --bytes-per-token")
-    size: int = 2 * layers * kv_heads * (head_dim or hidden // heads) * DTYPE_BYTES[dtype]
+    size: int = 2 * layers * kv_heads * head_dim * DTYPE_BYTES[dtype]
     return size
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
 def parse_capacity(text: str, num_blocks: int, block_bytes: int | None) -> int:
@@ -59,7 +66,7 @@ def parse_capacity(text: str, num_blocks: int, block_bytes: int | None) -> int:
         value = value * _UNITS[unit] / Fraction(block_bytes or 1)
     elif value.denominator != 1:
         raise TraceError(f"capacity {text!r}: a number of blocks is a whole number; a share ends with %")
-    blocks = round(value) if unit == "%" else int(value)
+    blocks = max(round(value), 1 if value else 0) if unit == "%" else int(value)
     if not 1 <= blocks < 1 << 27:
         raise TraceError(f"capacity {text!r} means {blocks} blocks: at least 1 is needed, and at most 134 million")
     return blocks
@@ -73,11 +80,12 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} B"
 
 
-def seconds_for_people(seconds: Any) -> str:
-    """ "250 ms", "12.0 s", "3.5 min", "2.1 h"; "-" for none."""
+def seconds_for_people(seconds: float | None) -> str:
+    """Three digits and a unit, from "250 ms" to "41.7 d"; "-" for None."""
     if seconds is None:
         return "-"
-    for limit, divisor, unit in ((1, 0.001, "ms"), (120, 1, "s"), (7200, 60, "min"), (float("inf"), 3600, "h")):
+    for limit, divisor, unit in ((0.9995, 0.001, "ms"), (119.5, 1, "s"), (7170, 60, "min"), (172_000, 3600, "h")):
         if seconds < limit:
             return f"{seconds / divisor:.3g} {unit}"
-    return "-"
+    days = seconds / 86_400
+    return f"{days:.3g} d" if days < 999 else f"{days:,.0f} d"
