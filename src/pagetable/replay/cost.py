@@ -25,7 +25,7 @@ class CostModel:
     step: float  # whatever is in it: reading the weights, launching
     prefill_token: float  # a token of a prompt
     prefill_context: float  # a pair of such a token and one that it attends to
-    decode: float  # a sequence that draws its next token
+    decode: float  # a sequence that computes one token, nearly always to draw its next
     decode_context: float  # a token that such a sequence attends to
     about: dict[str, Any] = field(default_factory=dict)  # model, machine, how good the fit is
 

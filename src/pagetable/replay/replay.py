@@ -56,6 +56,8 @@ def analyse(workload: Workload, progress: Progress = lambda what, count: None) -
         analysis.hits.append(hits)
         analysis.sessions.add(request.session)
         progress("reading", len(analysis.arrivals))
+    if not analysis.arrivals:
+        raise TraceError(f"{workload.trace.path}: no request is left of it, by time and by sample")
     if not analysis.reuse.num_accesses:
         raise TraceError(f"{workload.trace.path}: no request of it fills a block of {workload.block_size} tokens")
     return analysis

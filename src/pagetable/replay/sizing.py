@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 from typing import Any
@@ -81,8 +82,8 @@ def format_bytes(size: float) -> str:
 
 
 def seconds_for_people(seconds: float | None) -> str:
-    """Three digits and a unit, from "250 ms" to "41.7 d"; "-" for None."""
-    if seconds is None:
+    """Three digits and a unit, from "250 ms" to "41.7 d"; "-" for None and NaN."""
+    if seconds is None or math.isnan(seconds):
         return "-"
     for limit, divisor, unit in ((0.9995, 0.001, "ms"), (119.5, 1, "s"), (7170, 60, "min"), (172_000, 3600, "h")):
         if seconds < limit:

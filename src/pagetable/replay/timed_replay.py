@@ -28,7 +28,7 @@ class Limits:
 
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
-    max_model_len: int = 1 << 20
+    max_model_len: int = 1 << 30
     scheduling_policy: str = "fcfs"
 
 
@@ -130,6 +130,9 @@ class TimedReplay:
         result.num_accesses += access.num_accesses
         result.num_prompt_tokens += request.num_prompt_tokens
         result.hits.append(0)
+        if request.num_prompt_tokens > result.capacity * self._workload.block_size:  # do not even build it
+            result.num_refused += 1
+            return
         params = SamplingParams(temperature=0, max_tokens=max(1, request.num_output_tokens), ignore_eos=True, seed=0)
         seq = Sequence(self._prompt(request, access), params, block_size=self._workload.block_size)
         try:
