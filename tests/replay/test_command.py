@@ -6,6 +6,7 @@ import json
 import random
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,11 @@ from click.testing import CliRunner, Result
 
 from pagetable.cli import cli
 from pagetable.memory import EVICTION_POLICIES
+from pagetable.replay.blocks import Workload
 from pagetable.replay.cost import DEFAULT_COST, CostModel
+from pagetable.replay.readers import Trace
+from pagetable.replay.replay import replay_cache
+from pagetable.replay.trace import TraceError
 from tests.replay.small_traces import mooncake, random_paths, tokens, write_trace
 
 FREE = CostModel(step=0.0, prefill_token=0.0, prefill_context=0.0, decode=0.0, decode_context=0.0)
@@ -268,7 +273,6 @@ def test_steps_that_cost_nothing_take_no_time(trace: str, tmp_path: Path) -> Non
     [
         (("--policy", "fifo"), "'fifo'"),
         (("--policy", "lru,,LRU"), "'LRU'"),
-        (("--policy", "lru,all"), "'all'"),
         (("--policy", ","), "choose among lru"),
         (("--capacity", ","), "no capacity is given"),
         (("--capacity", "lots"), "'lots'"),
@@ -353,3 +357,45 @@ def test_no_replay_imports_torch(trace: str, tmp_path: Path) -> None:
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+# ---------------------------------------------------------------- what went wrong once
+
+
+def test_a_report_does_not_overwrite_its_trace(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", [mooncake(0, 1, 2)])
+    before = path.read_bytes()
+    result = CliRunner().invoke(cli, ["replay", str(path), "--capacity", "2", "--report", str(path)])
+    assert result.exit_code != 0
+    assert "is the trace itself" in result.output
+    assert path.read_bytes() == before
+
+
+def test_a_trace_that_changes_meanwhile_is_refused(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", [mooncake(i, i, i + 1) for i in range(50)])
+    workload, grown = Workload(Trace(path)), []
+
+    def progress(what: str, count: int) -> None:
+        if what == "replaying" and not grown:
+            grown.append(path.write_text(path.read_text() + json.dumps(mooncake(99, 1)) + "\n"))
+
+    with pytest.raises(TraceError, match="has changed while it was read"):
+        replay_cache(workload, ["lru"], ["50%"], progress=progress)
+
+
+def test_far_more_blocks_than_the_trace_fills_cost_nothing(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", [mooncake(0, 1, 2), mooncake(1, 1, 2)])
+    tracemalloc.start()
+    try:
+        (row,) = replay_cache(Workload(Trace(path)), ["lru"], ["100000000"])["rows"]
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()
+    assert (row["capacity_blocks"], row["block_hit_rate"]) == (100_000_000, 0.5)
+
+
+def test_the_result_is_told_before_the_report_is_written(tmp_path: Path) -> None:
+    path = write_trace(tmp_path / "trace.jsonl", [mooncake(0, 1, 2)])
+    result = CliRunner().invoke(cli, ["replay", str(path), "--capacity", "2", "--json", "--report", "/dev/full"])
+    assert result.exit_code != 0
+    assert json.loads(result.stdout)["trace"]["requests"] == 1

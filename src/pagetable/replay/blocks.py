@@ -94,7 +94,7 @@ class Workload:
         )
 
     def _is_kept(self, session: Any) -> bool:
-        digest = blake2b(f"{self.seed}/{session}".encode(), digest_size=8).digest()
+        digest = blake2b(f"{self.seed}/{session}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
         return int.from_bytes(digest, "big") < self.sample * 2**64
 
     def hits_as_tokens(self, request: TraceRequest, num_hits: int) -> int:

@@ -32,16 +32,23 @@ class CacheResult:
 
 
 class CacheReplay:
-    """One `BlockManager`, one policy, and how it fares. `check` verifies the invariants after each request: slow."""
+    """One `BlockManager`, one policy, and how it fares.
 
-    def __init__(self, workload: Workload, policy: str, capacity: int, *, check: bool = False) -> None:
+    Of `capacity` blocks no more are made than the trace can fill, `most`. `check` verifies the invariants after each
+    request, which is slow.
+    """
+
+    def __init__(
+        self, workload: Workload, policy: str, capacity: int, *, most: int | None = None, check: bool = False
+    ) -> None:
+        num_blocks = (capacity if most is None else min(capacity, most)) + workload.is_hashed
         self.result = CacheResult(policy, capacity)
         self._workload = workload
         self._check = check
         # Of a trace of hashes, a block of the page table is a block of the trace; one more is for the sentinel.
         self._block_size = 1 if workload.is_hashed else workload.block_size
-        self._manager = BlockManager(capacity + workload.is_hashed, self._block_size, eviction_policy=policy)
-        self._stored_at = np.full(capacity + workload.is_hashed, np.nan)  # seconds of the trace
+        self._manager = BlockManager(num_blocks, self._block_size, eviction_policy=policy)
+        self._stored_at = np.full(num_blocks, np.nan)  # seconds of the trace
         self._num_unknown = 0  # output tokens that the trace does not tell
 
     def serve(self, request: TraceRequest, access: Access) -> int:
@@ -73,7 +80,7 @@ class CacheReplay:
         tokens = request.token_ids
         output = request.output_token_ids
         if output is None:  # they fill blocks all the same, which nobody can hit
-            length = min(request.num_output_tokens, self.result.capacity * self._block_size)
+            length = min(request.num_output_tokens, len(self._manager.blocks) * self._block_size)
             first = -1 - self._num_unknown % 2**30
             self._num_unknown += length
             output = np.arange(first, first - length, -1, dtype=np.int32)

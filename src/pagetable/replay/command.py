@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -82,14 +81,16 @@ def replay(as_json: bool, report: Path | None, **options: Any) -> None:
         plotly_js()  # what is missing is said before the work, not after it
         if not report.absolute().parent.is_dir():
             raise click.UsageError(f"--report: there is no folder {report.absolute().parent}")
+        if report.exists() and report.samefile(options["path"]):
+            raise click.UsageError(f"--report: {report} is the trace itself")
     with _progress() as progress:
         result = _run(options, progress)
+    click.echo(json.dumps(result) if as_json else describe(result))
     if report is not None:
         from pagetable.replay.report import write_report
 
         write_report(result, report)
         click.echo(f"{report} written", err=True)
-    click.echo(json.dumps(result) if as_json else describe(result))
 
 
 def _run(options: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -100,7 +101,7 @@ def _run(options: dict[str, Any], progress: Progress) -> dict[str, Any]:
     _check(options)
     names = ("path", "block_size", "until", "sample", "seed", "skip_bad", "model")
     workload, token_bytes = workload_of(**{name: options[name] for name in names}), _token_bytes(options)
-    policies = list(EVICTION_POLICIES) if options["policies"] == ["all"] else options["policies"]
+    policies = list(EVICTION_POLICIES) if "all" in options["policies"] else list(dict.fromkeys(options["policies"]))
     block_bytes = None if token_bytes is None else token_bytes * workload.block_size
     common: dict[str, Any] = {"block_bytes": block_bytes, "progress": progress}
     if not options["timed"]:
@@ -119,8 +120,8 @@ def _check(options: dict[str, Any]) -> None:
         raise click.UsageError("--kv-cache-dtype is for --model")
     if options["timed"] and options["check"]:
         raise click.UsageError("--check is for a replay without --timed")
-    if not 0 < options["speed"] < math.inf:
-        raise click.UsageError(f"--speed {options['speed']} is not a number above 0")
+    if not 1e-6 <= options["speed"] <= 1e6:
+        raise click.UsageError(f"--speed {options['speed']} is not a number from 0.000001 to 1000000")
 
 
 _ONLY_TIMED = ("cost_model", "speed", "max_num_seqs", "max_num_batched_tokens")
@@ -192,7 +193,8 @@ def describe(result: dict[str, Any]) -> str:
     if refused:
         lines.append(f"\nUp to {refused:,} requests need more blocks than there are, and missed everything.")
     lines += [
-        "\nhit: share of block accesses found. MIN: the best that any policy can do with so many blocks (Belady).",
+        "\nhit: share of block accesses found. MIN: the best that any policy can do with so many blocks (Belady)"
+        + (", each request whole." if result["mode"] == "timed" else "."),
         "Times are those of the median and the 99th percentile; wait is for a place in the batch."
         if result["mode"] == "timed"
         else "prefill: blocks computed, over those of MIN. lived: median time from a block's filling to its eviction.",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gzip
 import io
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -13,9 +15,21 @@ MAX_LINE_BYTES = 256 << 20
 
 
 def read_line(lines: BinaryIO, file: Path, number: int) -> bytes:
-    """The next line; TraceError where a packed file is damaged or ends too early."""
-    try:
+    """The next line; TraceError where a packed file is damaged or ends too early, after so many lines."""
+    with _unpacking(file, number):
         return lines.readline(MAX_LINE_BYTES)
+
+
+def read_rest(lines: BinaryIO, file: Path, number: int) -> bytes:
+    """All that is left, within the limit of a line; TraceError as for a line."""
+    with _unpacking(file, number):
+        return lines.read(MAX_LINE_BYTES)
+
+
+@contextmanager
+def _unpacking(file: Path, number: int) -> Iterator[None]:
+    try:
+        yield
     except Exception as error:  # each way of packing has errors of its own
         raise TraceError(f"{file}, after line {number}: it cannot be unpacked: {error}") from error
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pagetable.replay.files import MAX_LINE_BYTES, open_packed, read_line
+from pagetable.replay.files import open_packed, read_line, read_rest
 from pagetable.replay.trace import IntArray, TraceError, TraceRequest
 
 HEAD = 100  # records that tell the format and the block size
@@ -63,10 +63,7 @@ class Trace:
         if self.format is TEXT and encode is None:
             raise TraceError(f"{self.path}: its prompts are texts; --model says whose tokenizer makes tokens of them")
         if self.block_size is not None:
-            try:
-                self.block_size = _block_size_of(first, records, self.block_size)
-            except TraceError as error:
-                raise TraceError(f"{self.path}: {error}") from None
+            self.block_size = _block_size_of(first, records, self.block_size)
         self._reading = Reading(encode, self.block_size)
 
     @property
@@ -85,6 +82,10 @@ class Trace:
                 request.arrival = before
             before = request.arrival
             yield request
+
+    def state(self) -> list[tuple[str, int, int]]:
+        """Names, sizes and times of change of its files: whether it is still the same trace."""
+        return [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self._files()]
 
     def _requests(self) -> Iterator[TraceRequest]:
         files = self._files()
@@ -130,7 +131,7 @@ class Trace:
             if line.strip() == b"{":  # one object over many lines, if what follows is the inside of one
                 second = read_line(lines, file, 1)
                 if second.lstrip().startswith((b'"', b"}")):
-                    line += second + lines.read(MAX_LINE_BYTES)
+                    line += second + read_rest(lines, file, 2)
                 else:
                     yield number, self._record(file, number, line)
                     number, line = 2, second
@@ -299,8 +300,9 @@ def _format_of(records: Iterator[Record], path: Path) -> tuple[TraceFormat, Reco
 
 def _block_size_of(first: Record, others: Iterator[Record], usual: int) -> int:
     """Tokens of a hash: what the first record says, or what fits the first few: the usual size, or a power of two."""
-    if "block_size" in first:
-        return _count(first, "block_size", least=1)
+    given = first.get("block_size")
+    if isinstance(given, int) and not isinstance(given, bool) and 1 <= given < MAX_TOKENS:  # else its line is a bad one
+        return given
     if "requests" in first:  # a session says it
         return usual
     sizes = [

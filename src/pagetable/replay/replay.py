@@ -77,14 +77,16 @@ def replay_cache(
     `capacities` are texts as for `parse_capacity`. The trace is read twice.
     """
     _check_policies(policies)
+    state = workload.trace.state()
     analysis = analyse(workload, progress)
-    sizes = _sizes(capacities, analysis, block_bytes)
-    replays = [CacheReplay(workload, policy, size, check=check) for size in sizes for policy in policies]
+    sizes, most = _sizes(capacities, analysis, block_bytes), analysis.reuse.most_blocks
+    replays = [CacheReplay(workload, policy, size, most=most, check=check) for size in sizes for policy in policies]
     for number, (request, access) in enumerate(workload, start=1):
         for replay in replays:
             replay.serve(request, access)
         progress("replaying", number)
     results = [replay.finish() for replay in replays]
+    _check_unchanged(workload, state)
     return {"mode": "cache", **_result(workload, analysis, results, block_bytes)}
 
 
@@ -104,18 +106,25 @@ def replay_timed(
     MIN and the curves are those of the trace with each request whole, for comparison.
     """
     _check_policies(policies)
+    state = workload.trace.state()
     analysis = analyse(workload, progress)
     results = []
     for size in _sizes(capacities, analysis, block_bytes):
         for policy in policies:
             replay = TimedReplay(workload, policy, size, cost, limits, speed=speed)
             results.append(replay.run(functools.partial(progress, f"{policy}, {size} blocks")))
+    _check_unchanged(workload, state)
     return {
         "mode": "timed",
         **_result(workload, analysis, results, block_bytes),
         "cost_model": asdict(cost),
         "limits": {**asdict(limits), "speed": speed},
     }
+
+
+def _check_unchanged(workload: Workload, state: object) -> None:
+    if workload.trace.state() != state:
+        raise TraceError(f"{workload.trace.path} has changed while it was read: replay it when nobody writes to it")
 
 
 def _check_policies(policies: Sequence[str]) -> None:
@@ -250,13 +259,14 @@ def _curve(analysis: Analysis) -> list[dict[str, Any]]:
     reuse = analysis.reuse
     hits = reuse.lru_hits()
     last = len(hits) - 1
-    first = min(max(1, last // 1000, reuse.num_needed), last)
+    first = max(1, last // 1000, reuse.num_needed)
+    last = max(first, last)
     sizes = np.unique(np.geomspace(first, last, NUM_POINTS).round().astype(int)).tolist()
     return [
         {
             "capacity_blocks": size,
             "capacity_share": size / reuse.num_nodes,
-            "lru": int(hits[size]) / reuse.num_accesses,
+            "lru": int(hits[min(size, len(hits) - 1)]) / reuse.num_accesses,
             "min": reuse.min_hits(size) / reuse.num_accesses,
         }
         for size in sizes

@@ -58,6 +58,7 @@ class Reuse:
         self._live_sums = Grown(0)  # of _CHUNK requests
         self._sizes: list[int] = []  # by request: blocks that it leaves behind
         self._has_partial = False
+        self._num_unknown = 0
         self._needed: list[int] = []  # by request: blocks without which it is refused
         self._next_uses: list[Runs] = []  # by request: who hits its blocks next, from the root down
         self._distances = np.zeros(1024, np.int64)  # differences of the histogram of LRU distances
@@ -90,6 +91,7 @@ class Reuse:
         sums[now // _CHUNK] += size
         last_user[path] = now
         self._sizes.append(size)
+        self._num_unknown += access.num_unknown
         self._has_partial |= access.is_partial
         self._needed.append(access.num_needed)
         self._next_uses.append([])
@@ -132,6 +134,11 @@ class Reuse:
         largest = max(self.num_nodes, int(np.flatnonzero(per_distance).max(initial=0)))
         per_distance = np.pad(per_distance[: largest + 1], (0, max(0, largest + 1 - len(per_distance))))
         return np.cumsum(per_distance)
+
+    @property
+    def most_blocks(self) -> int:
+        """Blocks that nothing of the trace can outgrow."""
+        return self.num_nodes + self._num_unknown + 1
 
     def lru_blocks(self, share: Fraction) -> int:
         """The fewest blocks with which LRU has this share of an infinite cache's hits, and refuses nobody."""

@@ -28,7 +28,7 @@ class Limits:
 
     max_num_seqs: int = 128
     max_num_batched_tokens: int = 2048
-    max_model_len: int = 1 << 30
+    max_model_len: int = 1 << 24
     scheduling_policy: str = "fcfs"
 
 
@@ -130,7 +130,8 @@ class TimedReplay:
         result.num_accesses += access.num_accesses
         result.num_prompt_tokens += request.num_prompt_tokens
         result.hits.append(0)
-        if request.num_prompt_tokens > result.capacity * self._workload.block_size:  # do not even build it
+        room = min(result.capacity * self._workload.block_size, self._scheduler.max_model_len)
+        if request.num_prompt_tokens > room:  # it is not even built
             result.num_refused += 1
             return
         params = SamplingParams(temperature=0, max_tokens=max(1, request.num_output_tokens), ignore_eos=True, seed=0)
@@ -147,7 +148,9 @@ class TimedReplay:
         """Tokens that are equal where the trace says so: each block is the number of its node, again and again."""
         if request.token_ids is not None:
             return request.token_ids
-        tokens = np.repeat(access.path, self._workload.block_size)[: request.num_prompt_tokens]
+        block_size = self._workload.block_size
+        path = access.path[: -(-request.num_prompt_tokens // block_size)]  # some traces have more hashes than tokens
+        tokens = np.repeat(path, block_size)[: request.num_prompt_tokens]
         tail = self._unknown(request.num_prompt_tokens - len(tokens))
         return np.append(tokens, np.arange(tail.start, tail.stop, dtype=np.int32))
 
