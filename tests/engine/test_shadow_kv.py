@@ -95,8 +95,8 @@ class EvictsWithoutForgetting(BlockManager):
     _kept: dict[int, bytes]
     _parents: dict[int, Any]
 
-    def _publish(self, seq: Any, chain: Any, i: int) -> bool:
-        done = super()._publish(seq, chain, i)
+    def _publish(self, seq: Any, chain: Any, i: int, found: list[int]) -> bool:
+        done = super()._publish(seq, chain, i, found)
         block = self.blocks[seq.block_table[i]]
         self.__dict__.setdefault("_kept", {})[block.block_id] = block.content
         self.__dict__.setdefault("_parents", {})[block.block_id] = block.parent
