@@ -21,7 +21,7 @@ from pagetable.replay.timed_replay import Limits, TimedReplay, TimedResult
 from pagetable.replay.trace import TraceError
 
 NUM_BUCKETS = 60  # of time, in the hit rate over time
-NUM_POINTS = 40  # of the curves over capacity
+NUM_POINTS = 24  # of the curves over capacity
 GOAL = Fraction(9, 10)  # of what an infinite cache hits: how much memory does that take?
 
 Progress = Callable[[str, int], None]  # what is going on, requests so far
