@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
@@ -62,22 +63,24 @@ def longest(visits: list[Visit]) -> int:
 # ---------------------------------------------------------------- against Belady's rule
 
 
+def assert_min_is_beladys(visits: list[Visit], capacities: Iterable[int]) -> None:
+    reuse = reuse_from(visits)
+    for capacity in capacities:
+        assert reuse.min_hits(capacity) == belady_hits(visits, capacity), f"{capacity=} {visits=}"
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_runs_give_what_beladys_rule_gives_block_by_block(seed: int) -> None:
     rng = random.Random(seed)
     visits = visits_of(random_paths(rng, rng.randint(3, 30), rng.randint(5, 60), longest=rng.choice([3, 6, 99])))
-    reuse = reuse_from(visits)
-    for capacity in range(longest(visits), reuse.num_nodes + 2):
-        assert reuse.min_hits(capacity) == belady_hits(visits, capacity), f"{capacity=} {visits=}"
+    assert_min_is_beladys(visits, range(longest(visits), reuse_from(visits).num_nodes + 2))
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_so_they_do_where_the_ends_of_paths_cannot_be_hit(seed: int) -> None:
     rng = random.Random(seed)
     visits = random_visits(rng, rng.randint(3, 20), rng.randint(5, 40))
-    reuse = reuse_from(visits)
-    for capacity in range(longest(visits), reuse.num_nodes + 2):
-        assert reuse.min_hits(capacity) == belady_hits(visits, capacity), f"{capacity=} {visits=}"
+    assert_min_is_beladys(visits, range(longest(visits), reuse_from(visits).num_nodes + 2))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -85,9 +88,7 @@ def test_so_they_do_where_some_requests_do_not_fit(seed: int) -> None:
     rng = random.Random(seed)
     draw = rng.choice([random_visits, lambda *sizes: visits_of(random_paths(*sizes))])
     visits = draw(rng, rng.randint(3, 20), rng.randint(5, 40))
-    reuse = reuse_from(visits)
-    for capacity in range(longest(visits)):
-        assert reuse.min_hits(capacity) == belady_hits(visits, capacity), f"{capacity=} {visits=}"
+    assert_min_is_beladys(visits, range(longest(visits)))
 
 
 # ---------------------------------------------------------------- against every choice there is

@@ -54,9 +54,7 @@ class Workload:
         self.until = until
         self.sample = sample
         self.seed = seed
-        self.guesses_sessions = (
-            False  # whether the trace, as far as it was read, does not say which requests belong together
-        )
+        self.guesses_sessions = False  # whether the trace does not say which requests belong together
 
     def __iter__(self) -> Iterator[tuple[TraceRequest, Access]]:
         tree, sessions = PrefixTree(), SessionFinder()

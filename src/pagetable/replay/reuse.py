@@ -11,7 +11,7 @@ other blocks were used since. One pass over the trace gives the distances of all
 MIN (Belady, 1966) evicts what is used again last. In a tree of prefixes whoever uses a block uses its parent, so the
 next use of a parent is never later than that of its child: MIN takes the child first by itself, and a rule that keeps
 prefixes whole costs it nothing. It is the optimum for a cache in which a request must hold all of its blocks. (Where
-tokens are replayed, partial blocks and unknown answers take room that is not counted here: there it is a bound.)
+tokens are replayed, partial blocks take room that is not counted here: there it is a bound.)
 """
 
 from __future__ import annotations
