@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from pagetable.checkpoint import ModelError
     from pagetable.engine import RequestError, SamplingParams
     from pagetable.llm import LLM
+    from pagetable.memory import CacheHints
     from pagetable.outputs import CompletionOutput, Logprob, RequestOutput
     from pagetable.text import ChatTemplateError
 
@@ -20,6 +21,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "pagetable.llm",
+    "CacheHints": "pagetable.memory",
     "ChatTemplateError": "pagetable.text",
     "CompletionOutput": "pagetable.outputs",
     "Logprob": "pagetable.outputs",
@@ -31,6 +33,7 @@ _HOMES = {
 
 __all__ = [
     "LLM",
+    "CacheHints",
     "ChatTemplateError",
     "CompletionOutput",
     "Logprob",

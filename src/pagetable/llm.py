@@ -20,7 +20,15 @@ from tqdm import tqdm
 from pagetable.checkpoint import ModelError, open_checkpoint
 from pagetable.engine import Engine, SamplingParams, Scheduler
 from pagetable.llm_engine import LLMEngine
-from pagetable.memory import BlockManager, CacheStats, EventSink, check_block_size
+from pagetable.memory import (
+    BlockManager,
+    CacheHints,
+    CacheStats,
+    EventSink,
+    check_block_size,
+    load_eviction_state,
+    save_eviction_state,
+)
 from pagetable.model import (
     ModelRunner,
     available_memory,
@@ -56,7 +64,8 @@ class LLM:
     `threads` compute, by default one a processor core that the process may use; given, PyTorch gets as many.
     `batch_invariant=True` insists on logits that are the same to the bit whatever was cached and whoever else is in
     the batch. The compiled decoder is so always, and at no cost; what is not is refused.
-    `events` is called with each event of the page table.
+    `events` is called with each event of the page table. `eviction_state` is a file in which the policy `lhc` keeps
+    what it has learned: read now, written by `close`.
 
     Raises `ModelError` for a model that cannot be used and `ValueError` or `TypeError` for arguments. Several threads
     may share one LLM: their requests are computed in the same steps.
@@ -75,6 +84,7 @@ class LLM:
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
         eviction_policy: str = "lru",
+        eviction_state: str | Path | None = None,
         scheduling_policy: str = "fcfs",
         seed: int = 0,
         threads: int | None = None,
@@ -123,6 +133,9 @@ class LLM:
             namespace=checkpoint.fingerprint() + str(self.dtype).encode(),
             events=events,
         )
+        self._eviction_state = None if eviction_state is None else Path(eviction_state)
+        if self._eviction_state is not None:
+            load_eviction_state(self.block_manager.eviction_policy, self._eviction_state)
         if max_num_batched_tokens is None:
             max_num_batched_tokens = DEFAULT_STEP_TOKENS[self.device.type]
         scheduler = Scheduler(
@@ -173,14 +186,16 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: SequenceABC[int] | None = None,
+        cache_hints: CacheHints | SequenceABC[CacheHints] | None = None,
     ) -> list[RequestOutput]:
         """Answer one prompt or a list of them; the outputs come in the order of the prompts.
 
         A prompt is a text, a list of token ids, or a dict with `prompt` or `prompt_token_ids` and optionally
-        `cache_salt`. One `sampling_params` serves all, or a list has one for each. Raises RequestError for the first
-        prompt that cannot be served; then none is.
+        `cache_salt`. One `sampling_params` serves all, or a list has one for each; so with `cache_hints`, which say how
+        long what is cached is worth keeping. Raises RequestError for the first prompt that cannot be served; then none
+        is.
         """
-        return self._finish_all(as_list(prompts), sampling_params, priority, use_tqdm)
+        return self._finish_all(as_list(prompts), sampling_params, priority, use_tqdm, cache_hints)
 
     def chat(
         self,
@@ -192,6 +207,7 @@ class LLM:
         chat_template: str | None = None,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_hints: CacheHints | SequenceABC[CacheHints] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation (a list of messages with `role` and `content`) or a list of them."""
         conversations: list[Any] = [messages] if is_conversation(messages) else list(messages)
@@ -202,12 +218,14 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         prompts = [self._chat_prompt(conversation, **options) for conversation in conversations]
-        return self._finish_all(prompts, sampling_params, None, use_tqdm)
+        return self._finish_all(prompts, sampling_params, None, use_tqdm, cache_hints)
 
     def stream(
         self,
         prompts: Prompt | SequenceABC[Prompt] | Messages,
         sampling_params: SamplingParams | SequenceABC[SamplingParams] | None = None,
+        *,
+        cache_hints: CacheHints | SequenceABC[CacheHints] | None = None,
     ) -> Iterator[RequestOutput]:
         """Answer a prompt, a conversation or a list of prompts, yielding an output whenever one of them has more.
 
@@ -215,7 +233,7 @@ class LLM:
         """
         if is_conversation(prompts):
             prompts = self._chat_prompt(prompts)
-        return self._start(as_list(prompts), sampling_params, None)
+        return self._start(as_list(prompts), sampling_params, None, cache_hints)
 
     def stats(self) -> CacheStats:
         """Counters and gauges of the page table."""
@@ -226,6 +244,11 @@ class LLM:
         """Forget every cached prefix. Running requests finish undisturbed."""
         with self._lock:
             self.block_manager.reset_prefix_cache()
+
+    def end_session(self, session_id: str, cache_salt: str | None = None) -> int:
+        """Nothing will follow in this session: its own cached blocks are the first to be evicted. Returns how many."""
+        with self._lock:
+            return self.block_manager.end_session(session_id, cache_salt)
 
     def get_tokenizer(self) -> Tokenizer:
         """The tokenizer."""
@@ -249,6 +272,14 @@ class LLM:
             if self._llm_engine is not None:
                 self._llm_engine.abort_all_requests()
                 self._llm_engine = None
+                self._save_eviction_state()
+
+    def _save_eviction_state(self) -> None:
+        if self._eviction_state is not None:
+            try:
+                save_eviction_state(self.block_manager.eviction_policy, self._eviction_state)
+            except OSError as error:
+                logger.warning("the eviction state %s cannot be written: %s", self._eviction_state, error)
 
     def __enter__(self) -> Self:
         return self
@@ -270,12 +301,14 @@ class LLM:
         prompts: list[Any],
         sampling_params: SamplingParams | SequenceABC[SamplingParams] | None,
         priority: SequenceABC[int] | None,
+        cache_hints: CacheHints | SequenceABC[CacheHints] | None,
         only_finished: bool = False,
     ) -> Generator[RequestOutput, None, None]:
         """Check and queue all prompts, or none. Dropping the iterator ends what is unfinished."""
         given_params = SamplingParams() if sampling_params is None else sampling_params
         params = one_each(given_params, len(prompts), "sampling_params", SamplingParams)
         priorities = one_each(0 if priority is None else priority, len(prompts), "priority", int)
+        hints = one_each(cache_hints or CacheHints(), len(prompts), "cache_hints", CacheHints)
         requests: list[Request] = []
         news: dict[Request, None] = {}  # an ordered set: requests that have something to tell
         stream = self._stream(requests, news, only_finished)
@@ -284,8 +317,8 @@ class LLM:
             with self._bookkeeping():
                 engine = self.llm_engine
                 requests += [
-                    engine.make_request(prompt, wanted, priority=rank)
-                    for prompt, wanted, rank in zip(prompts, params, priorities, strict=True)
+                    engine.make_request(prompt, wanted, priority=rank, cache_hints=hint)
+                    for prompt, wanted, rank, hint in zip(prompts, params, priorities, hints, strict=True)
                 ]
                 for request in requests:
                     request.news = news
@@ -303,8 +336,9 @@ class LLM:
         sampling_params: SamplingParams | SequenceABC[SamplingParams] | None,
         priority: SequenceABC[int] | None,
         use_tqdm: bool,
+        cache_hints: CacheHints | SequenceABC[CacheHints] | None,
     ) -> list[RequestOutput]:
-        stream = self._start(prompts, sampling_params, priority, only_finished=True)
+        stream = self._start(prompts, sampling_params, priority, cache_hints, only_finished=True)
         outputs = []
         with closing(stream), _progress_bar(len(prompts), use_tqdm) as bar:
             for output in stream:

@@ -15,7 +15,7 @@ from pagetable.request import Answer, Request
 from pagetable.text import Tokenizer
 
 if TYPE_CHECKING:
-    from pagetable.memory import BlockManager
+    from pagetable.memory import BlockManager, CacheHints
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +44,9 @@ class LLMEngine:
         """Whether any request waits or runs."""
         return self.engine.scheduler.has_unfinished
 
-    def make_request(self, prompt: Prompt, params: SamplingParams, *, priority: int = 0) -> Request:
+    def make_request(
+        self, prompt: Prompt, params: SamplingParams, *, priority: int = 0, cache_hints: CacheHints | None = None
+    ) -> Request:
         """A request that is not queued yet. RequestError for a prompt that is none."""
         text, token_ids, cache_salt = tokens_of(prompt, self.tokenizer)
         base = self._random.getrandbits(63) if params.seed is None else params.seed
@@ -56,6 +58,7 @@ class LLMEngine:
                 block_size=self.block_manager.block_size,
                 cache_salt=cache_salt,
                 priority=priority,
+                cache_hints=cache_hints,
             )
             for i in range(params.n)
         ]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from pagetable.memory import BlockManager, InvariantError
-from pagetable.memory.block import Block
 from tests.engine.shadow_kv import WrongKV, storm
 
 NUM_STORMS = int(os.environ.get("STORMS", 4000))
@@ -95,8 +94,8 @@ class EvictsWithoutForgetting(BlockManager):
     _kept: dict[int, bytes]
     _parents: dict[int, Any]
 
-    def _publish(self, seq: Any, chain: Any, i: int, found: list[int]) -> bool:
-        done = super()._publish(seq, chain, i, found)
+    def _publish(self, seq: Any, chain: Any, i: int, found: list[int], added: list[int]) -> bool:
+        done = super()._publish(seq, chain, i, found, added)
         block = self.blocks[seq.block_table[i]]
         self.__dict__.setdefault("_kept", {})[block.block_id] = block.content
         self.__dict__.setdefault("_parents", {})[block.block_id] = block.parent
@@ -125,9 +124,8 @@ class IgnoresTheSalt(BlockManager):
 class SharesWithoutCounting(BlockManager):
     """A hit does not raise the reference count."""
 
-    def _use(self, block: Block) -> None:
-        if block.ref_count == 0:
-            super()._use(block)
+    def _use(self, block_ids: list[int]) -> None:
+        super()._use([block_id for block_id in block_ids if self.blocks[block_id].ref_count == 0])
 
 
 class CountsOneTokenTooMany(BlockManager):

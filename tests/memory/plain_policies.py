@@ -19,6 +19,7 @@ class Page:
     hash: bytes
     parent: int | None
     is_idle: bool = False
+    is_demoted: bool = False
     queue: str = ""
     entered: int = 0  # the moment at which it was put at the end of its queue
     accesses: list[int] = field(default_factory=list)  # their moments
@@ -68,11 +69,15 @@ class PlainPolicy:
         for block_id in block_ids:
             self.is_hit(self.page(block_id))
 
+    def demote(self, block_ids: Iterable[int]) -> None:
+        for page in map(self.page, block_ids):
+            page.is_demoted = True
+
     def add(self, block_id: int) -> None:
         self.page(block_id).is_idle = True
 
     def remove(self, block_id: int) -> None:
-        self.page(block_id).is_idle = False
+        self.page(block_id).is_idle = self.page(block_id).is_demoted = False
 
     def pop(self) -> int:
         parents = [page.parent for page in self.pages]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import pytest
 
@@ -63,7 +63,7 @@ def test_what_one_request_finds_it_finds_at_one_moment():
     calls: list[list[int]] = []
 
     class Spy(LRU):
-        def access(self, block_ids: Iterable[int]) -> None:
+        def access(self, block_ids: Sequence[int]) -> None:
             calls.append(list(block_ids))
 
     manager = manager_with(Spy(16), 16)

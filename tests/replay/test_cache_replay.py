@@ -16,6 +16,7 @@ import torch
 
 from pagetable import LLM, RequestError, SamplingParams
 from pagetable.memory import EVICTION_POLICIES, Block, InvariantError
+from pagetable.memory.lhc import LHC
 from pagetable.replay.blocks import Workload
 from pagetable.replay.cache_replay import CacheReplay, CacheResult
 from pagetable.replay.readers import Trace
@@ -296,6 +297,8 @@ def converse(llm: LLM, seed: int, num_requests: int, longest: int) -> tuple[list
         if rng.random() < 0.15:  # the same once more
             prompt = records[-1]["prompt_token_ids"] if records else prompt
         params = SamplingParams(temperature=0, max_tokens=rng.randint(1, 14), ignore_eos=True)
+        if isinstance(llm.block_manager.free_block_ids.cached, LHC):
+            llm.block_manager.free_block_ids.cached._clock = lambda now=float(i): now  # as the trace tells it
         (output,) = llm.generate([prompt], params)
         answer = list(output.outputs[0].token_ids)
         turns.append(prompt + answer)

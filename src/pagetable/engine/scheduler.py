@@ -251,7 +251,7 @@ class Scheduler:
             if seq.seq_id in flight.blocks_before:
                 self.block_manager.shrink(seq, flight.blocks_before[seq.seq_id])
         for seq in flight.admitted:
-            self.block_manager.deallocate(seq)
+            self.block_manager.withdraw(seq)
             self._move(seq, self.running, self.waiting)
 
     # ---------------------------------------------------------------- ending

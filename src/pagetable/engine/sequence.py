@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from pagetable.engine.errors import RequestError
 from pagetable.engine.sampling_params import SamplingParams, is_integer
 from pagetable.engine.step import TokenLogprobs
-from pagetable.memory import check_block_size
+from pagetable.memory import CacheHints, check_block_size
+from pagetable.memory.hints import NO_HINTS
 
 MAX_TOKEN_ID = 2**31 - 1
 _DEFAULT_PARAMS = SamplingParams()
@@ -127,17 +128,21 @@ class Sequence:
         block_size: int = 16,
         cache_salt: str | None = None,
         priority: int = 0,
+        cache_hints: CacheHints | None = None,
     ) -> None:
         if cache_salt is not None and (not isinstance(cache_salt, str) or not cache_salt):
             raise RequestError(f"cache_salt={cache_salt!r}: it must be a text that is not empty, or None")
         if not is_integer(priority):
             raise RequestError(f"priority={priority!r}: it must be a whole number; lower goes first")
+        if cache_hints is not None and not isinstance(cache_hints, CacheHints):
+            raise RequestError(f"cache_hints={cache_hints!r}: it must be CacheHints, or None")
         check_block_size(block_size)
         self.seq_id = next(Sequence._next_seq_id)
         self.sampling_params = sampling_params or _DEFAULT_PARAMS
         self.block_size = block_size
         self.cache_salt = cache_salt
         self.priority = priority  # lower goes first, under the `priority` policy
+        self.cache_hints = NO_HINTS if cache_hints is None else cache_hints  # for the eviction policy
         self.token_ids = TokenIds(checked_token_ids(token_ids))  # prompt, then output
         self.num_prompt_tokens = len(self.token_ids)
         seed = self.sampling_params.seed

@@ -17,7 +17,9 @@ from pagetable.memory.events import (
     Stored,
 )
 from pagetable.memory.eviction import EvictionPolicy
+from pagetable.memory.eviction_state import load_eviction_state, save_eviction_state
 from pagetable.memory.free_queue import EVICTION_POLICIES, FreeQueue
+from pagetable.memory.hints import CacheHints
 from pagetable.memory.invariants import InvariantError
 from pagetable.memory.prefix import encode_root
 from pagetable.memory.statistics import CacheStats
@@ -27,6 +29,7 @@ __all__ = [
     "Allocated",
     "Block",
     "BlockManager",
+    "CacheHints",
     "CacheStats",
     "Cleared",
     "Event",
@@ -46,4 +49,6 @@ __all__ = [
     "Stored",
     "check_block_size",
     "encode_root",
+    "load_eviction_state",
+    "save_eviction_state",
 ]

@@ -10,7 +10,8 @@ wait for it (`is_in_flight`) instead of computing it again.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -19,9 +20,12 @@ import xxhash
 from pagetable.memory import events
 from pagetable.memory.block import Block, check_block_size
 from pagetable.memory.events import EventSink, MissReason
-from pagetable.memory.free_queue import FreeQueue
+from pagetable.memory.eviction import EvictionPolicy
+from pagetable.memory.free_queue import EVICTION_POLICIES, FreeQueue
+from pagetable.memory.hints import NO_HINTS
 from pagetable.memory.invariants import check_invariants
 from pagetable.memory.prefix import PrefixChain, encode_root
+from pagetable.memory.sessions import Sessions
 from pagetable.memory.statistics import CacheStats, Counters
 
 logger = logging.getLogger(__name__)
@@ -65,21 +69,28 @@ class BlockManager:
         block_size: int = 16,
         *,
         enable_prefix_caching: bool = True,
-        eviction_policy: str = "lru",
+        eviction_policy: str | EvictionPolicy = "lru",
         namespace: bytes = b"",
         events: EventSink | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks={num_blocks}: at least 1 block is needed")
         check_block_size(block_size)
         if not isinstance(namespace, bytes):
             raise TypeError(f"namespace={namespace!r}: it must be bytes")
+        if isinstance(eviction_policy, str):
+            if eviction_policy not in EVICTION_POLICIES:
+                raise ValueError(f"eviction_policy={eviction_policy!r}: choose one of {', '.join(EVICTION_POLICIES)}")
+            eviction_policy = EVICTION_POLICIES[eviction_policy](num_blocks, block_size, clock)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.namespace = namespace
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.hash_to_block_id: dict[bytes, int] = {}  # the registry: one owner for each content
         self.free_block_ids = FreeQueue(num_blocks, eviction_policy)
+        self.eviction_policy = eviction_policy
+        self._sessions = Sessions()
         self._sink = events
         self._identity = object()  # tells our chains from those of another manager
         self._live: dict[int, SequenceLike] = {}  # sequences that hold blocks, by id()
@@ -133,13 +144,12 @@ class BlockManager:
             raise OutOfBlocksError(f"{num_fresh + num_idle} blocks are needed, {len(self.free_block_ids)} are free")
 
         # All that can fail comes before the first change, hashing (of tokens that are no int32) too.
-        chain = self._hashed(seq, min(num_cached_blocks + 1, seq.num_tokens // self.block_size))
-        if chain.generation != self._generation:
-            chain.generation, chain.num_accessed = self._generation, 0
+        chain = self._hashed(seq, seq.num_tokens // self.block_size)
         self._live[id(seq)] = seq
-        for block_id in hits:  # before any fresh block is taken, so that no hit is evicted
-            self._use(self.blocks[block_id])
-        self.free_block_ids.cached.access(hits[chain.num_accessed :])
+        self._use(hits)  # before any fresh block is taken, so that no hit is evicted
+        self._begin(seq, chain)
+        self.eviction_policy.access(hits[chain.num_accessed :])
+        self._sessions.note_hit(chain.session, hits)
         chain.num_accessed = max(chain.num_accessed, num_cached_blocks)
         fresh = [self._take() for _ in range(num_fresh)]
         seq.block_table.extend(hits)
@@ -211,18 +221,27 @@ class BlockManager:
             return
         chain = self._hashed(seq, end)
         found: list[int] = []
-        for i in range(start, end):
-            if not self._publish(seq, chain, i, found):
-                break
-            chain.num_accessed = max(chain.num_accessed, i + 1)
+        added: list[int] = []
+        published = start
+        while published < end and self._publish(seq, chain, published, found, added):
+            published += 1
         if found:
-            self.free_block_ids.cached.access(found)
+            self.eviction_policy.access(found)
+            self._sessions.note_hit(chain.session, found)
+        if added:  # behind all that was found: what is new has no child that is not
+            first = published - len(added)
+            above = seq.block_table[first - 1] if first else None
+            num_repeated = max(0, chain.num_accessed - first)
+            self.eviction_policy.register(chain.use, added, chain.hashes[first:published], above, num_repeated)
+            if chain.session is not None:
+                self._sessions.note_registered(chain.session, added)
+        chain.num_accessed = max(chain.num_accessed, published)
         self._announce(seq, end)
 
-    def _publish(self, seq: SequenceLike, chain: PrefixChain, i: int, found: list[int]) -> bool:
+    def _publish(self, seq: SequenceLike, chain: PrefixChain, i: int, found: list[int], added: list[int]) -> bool:
         """Register block i of `seq`, or switch to the one that already is. False if neither can be.
 
-        `found` gets the latter, if this is the first that the request has to do with it.
+        `added` gets the former, `found` the latter, if this is the first that the request has to do with it.
         """
         table = seq.block_table
         parent: int | bytes = table[i - 1] if i else chain.root
@@ -234,8 +253,7 @@ class BlockManager:
         owner_id = self.hash_to_block_id.setdefault(hash, block.block_id)
         if owner_id == block.block_id:
             block.register(hash, content, parent)
-            above = table[i - 1] if i else None
-            self.free_block_ids.cached.register(block.block_id, hash, above, i >= chain.num_accessed)
+            added.append(owner_id)
             if self._sink is not None:
                 parent_hash = chain.hashes[i - 1] if i else None
                 self._tell(events.Stored(block.block_id, hash, parent_hash, tuple(block.token_ids)))
@@ -243,7 +261,7 @@ class BlockManager:
         owner = self.blocks[owner_id]
         if owner.content != content or owner.parent != parent:
             return False
-        self._use(owner)
+        self._use([owner_id])
         if i >= chain.num_accessed:
             found.append(owner_id)
         table[i] = owner_id
@@ -257,6 +275,17 @@ class BlockManager:
 
         In reverse order, so that the deepest block is the first to be evicted: a chain without its head is worthless.
         """
+        chain = self._chain(seq)
+        use, chain.use = chain.use, None
+        is_known = use is not None and chain.generation == self._generation
+        if is_known:
+            self._end(seq, chain, use)
+        self._give_back(seq)
+        if is_known and chain.ends_session and chain.session is not None:
+            self._demote(chain.session)
+
+    def _give_back(self, seq: SequenceLike) -> None:
+        """Give back every block of a request that ends or that has to wait again."""
         self.shrink(seq, 0)
         seq.num_cached_tokens = seq.num_scheduled_tokens = 0
         self._live.pop(id(seq), None)
@@ -274,7 +303,30 @@ class BlockManager:
         self._chain(seq).computed_before_preemption = seq.num_cached_tokens
         if self._sink is not None:
             self._tell(events.Preempted(_seq_id(seq), seq.num_cached_tokens))
-        self.deallocate(seq)
+        self._give_back(seq)
+
+    def withdraw(self, seq: SequenceLike) -> None:
+        """Deallocate a sequence that was admitted to a step that is not computed: it will be admitted again."""
+        self._give_back(seq)
+
+    def end_session(self, session_id: str, cache_salt: str | None = None) -> int:
+        """Nothing will follow in this session. Its own idle blocks are evicted first; returns how many those are.
+
+        Blocks that another session has used, too, are not its own. Those of its requests that still run count when they
+        end. A session that nothing is known of is no error: it has no blocks.
+        """
+        session = (cache_salt, session_id)
+        for seq in self._live.values():
+            if self._chain(seq).session == session:
+                self._chain(seq).ends_session = True
+        return self._demote(session)
+
+    def _demote(self, session: tuple[str | None, str]) -> int:
+        use, own = self._sessions.own_blocks(session)
+        idle = [block_id for block_id in own if not self.blocks[block_id].ref_count]
+        if idle:
+            self.eviction_policy.demote(use, idle)
+        return len(idle)
 
     def reset_prefix_cache(self) -> None:
         """Forget every content (after new weights, too). Live sequences finish, and register nothing more."""
@@ -284,9 +336,10 @@ class BlockManager:
             self.blocks[block_id].unregister()
         self.hash_to_block_id.clear()
         self._in_flight.clear()
-        while len(self.free_block_ids.cached):
-            self.free_block_ids.empty.append(self.free_block_ids.cached.pop())
-        self.free_block_ids.cached.clear()
+        while len(self.eviction_policy):
+            self.free_block_ids.empty.append(self.eviction_policy.pop())
+        self.eviction_policy.clear()
+        self._sessions.clear()
         if self._sink is not None:
             self._tell(events.Cleared())
 
@@ -356,11 +409,37 @@ class BlockManager:
             parent = block_id
         return matched
 
-    def _use(self, block: Block) -> None:
-        """One more table entry names a registered block; an idle one is claimed back from the free queue."""
-        if block.ref_count == 0:
-            self.free_block_ids.cached.remove(block.block_id)
-        block.ref_count += 1
+    def _begin(self, seq: SequenceLike, chain: PrefixChain) -> None:
+        """Tell the eviction policy of a request, once, however often it is admitted."""
+        if chain.generation != self._generation:
+            chain.generation, chain.num_accessed, chain.use = self._generation, 0, None
+        if chain.use is None and self.enable_prefix_caching:
+            hints = getattr(seq, "cache_hints", NO_HINTS)
+            if hints.session_id is not None:
+                chain.session, chain.ends_session = (seq.cache_salt, hints.session_id), hints.end_session
+            chain.num_prompt_tokens = getattr(seq, "num_prompt_tokens", seq.num_tokens)
+            chain.use = self.eviction_policy.begin(chain.hashes, chain.num_prompt_tokens, hints, seq.cache_salt)
+
+    def _end(self, seq: SequenceLike, chain: PrefixChain, use: Any) -> None:
+        """Tell the eviction policy that a request is over."""
+        num_blocks = seq.num_cached_tokens // self.block_size
+        while num_blocks and self.blocks[seq.block_table[num_blocks - 1]].hash is None:  # it lost to a collision
+            num_blocks -= 1
+        num_output_tokens = getattr(seq, "num_output_tokens", seq.num_tokens - chain.num_prompt_tokens)
+        self.eviction_policy.end(use, num_blocks, num_output_tokens)
+        if chain.session is not None:
+            self._sessions.note_ended(chain.session, use)
+
+    def _use(self, block_ids: list[int]) -> None:
+        """One more table entry names each of these registered blocks; idle ones leave the free queue."""
+        idle = []
+        for block_id in block_ids:
+            block = self.blocks[block_id]
+            if block.ref_count == 0:
+                idle.append(block_id)
+            block.ref_count += 1
+        if idle:
+            self.eviction_policy.remove(idle)
 
     def _take(self) -> int:
         """A free block for new content; evicts if it must."""
@@ -371,7 +450,8 @@ class BlockManager:
             return block_id
         if not len(free.cached):
             raise OutOfBlocksError("no block is free")
-        block_id = free.cached.pop()
+        block_id = self.eviction_policy.pop()
+        self._sessions.note_gone(block_id)
         block = self.blocks[block_id]
         # The registry must forget the old content first: a hit on it would read memory about to be overwritten.
         assert block.hash is not None
@@ -386,19 +466,17 @@ class BlockManager:
 
     def _release(self, seq: SequenceLike, block_ids: list[int]) -> None:
         """One entry less names each of these blocks; at zero the block is free, and keeps its hash."""
-        freed: list[int] | None = None if self._sink is None else []
-        blocks, empty, cached = self.blocks, self.free_block_ids.empty, self.free_block_ids.cached
+        freed: list[int] = []
+        idle: list[int] = []
         for block_id in block_ids:
-            block = blocks[block_id]
+            block = self.blocks[block_id]
             block.ref_count -= 1
             if block.ref_count == 0:
-                if block.hash is None:
-                    empty.append(block_id)
-                else:
-                    cached.add(block_id)
-                if freed is not None:
-                    freed.append(block_id)
-        if freed:
+                freed.append(block_id)
+                (self.free_block_ids.empty if block.hash is None else idle).append(block_id)
+        if idle:
+            self.eviction_policy.add(idle)
+        if freed and self._sink is not None:
             self._tell(events.Freed(_seq_id(seq), tuple(freed)))
 
     def _announce(self, seq: SequenceLike, i: int) -> None:

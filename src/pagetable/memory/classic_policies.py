@@ -11,10 +11,13 @@ block is idle too, and the last of it is a leaf.
 from __future__ import annotations
 
 import copy
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
+
+from pagetable.memory.hints import NO_HINTS, CacheHints
 
 
 class LeafPolicy:
@@ -28,7 +31,7 @@ class LeafPolicy:
 
     NUM_QUEUES = 1
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int = 16, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_blocks = num_blocks
         self.clear()
 
@@ -46,43 +49,68 @@ class LeafPolicy:
         self._sizes = [0] * self.NUM_QUEUES
         self._heaps: list[list[tuple[Any, int]]] = [[] for _ in range(self.NUM_QUEUES)]
         self._ghosts: tuple[Ghosts, ...] = ()  # what is remembered of contents that left
+        self._demoted: OrderedDict[int, None] = OrderedDict()  # leave before all others
 
     # ---------------------------------------------------------------- what the page table tells
 
-    def register(self, block_id: int, hash: bytes, parent: int | None, is_access: bool = True) -> None:
-        """A block in use got a content."""
-        if not is_access:  # that its request lost it and has it again says nothing about others
-            for ghosts in self._ghosts:
-                ghosts.recall(hash)
-        self._hash[block_id], self._parent[block_id] = hash, parent
-        if parent is not None:
-            self._num_children[parent] += 1
-        self._registered(block_id)
+    def begin(
+        self, hashes: Sequence[bytes], num_tokens: int, hints: CacheHints = NO_HINTS, tenant: str | None = None
+    ) -> None:
+        """These policies know blocks only."""
 
-    def access(self, block_ids: Iterable[int]) -> None:
+    def access(self, block_ids: Sequence[int]) -> None:
         """A request hits these blocks, all at one moment."""
         self._now += 1
         for block_id in block_ids:
             self._accessed(block_id)
 
-    def add(self, block_id: int) -> None:
-        """A block became idle."""
-        self._is_idle[block_id] = True
-        self._num_idle += 1
-        self._offer(block_id)
+    def register(
+        self, use: None, block_ids: list[int], hashes: Sequence[bytes], parent: int | None, num_repeated: int = 0
+    ) -> None:
+        """Blocks in use got a content."""
+        for i, (block_id, hash) in enumerate(zip(block_ids, hashes, strict=True)):
+            if i < num_repeated:  # that its request lost it and has it again says nothing about others
+                for ghosts in self._ghosts:
+                    ghosts.recall(hash)
+            self._hash[block_id], self._parent[block_id] = hash, parent
+            if parent is not None:
+                self._num_children[parent] += 1
+            self._registered(block_id)
+            parent = block_id
 
-    def remove(self, block_id: int) -> None:
-        """A block is in use again."""
-        self._is_idle[block_id] = False
-        self._num_idle -= 1
+    def end(self, use: None, num_blocks: int, num_output_tokens: int) -> None:
+        """These policies know blocks only."""
+
+    def demote(self, use: None, block_ids: Sequence[int]) -> None:
+        """Let these leave first, whatever their rank."""
+        self._demoted.update(dict.fromkeys(block_ids))
+
+    def add(self, block_ids: Sequence[int]) -> None:
+        """Blocks became idle."""
+        self._num_idle += len(block_ids)
+        for block_id in block_ids:
+            self._is_idle[block_id] = True
+            self._offer(block_id)
+
+    def remove(self, block_ids: Sequence[int]) -> None:
+        """Blocks are in use again."""
+        self._num_idle -= len(block_ids)
+        for block_id in block_ids:
+            self._is_idle[block_id] = False
+            self._demoted.pop(block_id, None)
 
     def pop(self) -> int:
         """Take out the victim."""
         if not self._num_idle:
             raise KeyError("no block is idle")
-        queue = self._queue_of_victim()
-        _, block_id = heappop(self._heaps[queue])
-        self.remove(block_id)
+        if self._demoted:
+            block_id = next(iter(self._demoted))
+            queue = self._queue[block_id]
+            assert queue is not None
+        else:
+            queue = self._queue_of_victim()
+            _, block_id = heappop(self._heaps[queue])
+        self.remove([block_id])
         self._sizes[queue] -= 1
         self._queue[block_id] = None
         self._evicted(block_id, queue)

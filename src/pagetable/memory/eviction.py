@@ -2,35 +2,57 @@
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+from pagetable.memory.hints import NO_HINTS, CacheHints
 
 
 class EvictionPolicy(Protocol):
     """An order over cached idle blocks, in which a parent never comes before its registered child.
 
-    (A chain without its head can never be hit again.) An *access* of a block is that a request hits it or registers
-    it, once. Every operation is O(log n) at most, amortised. One made for `num_blocks` blocks knows ids below that.
+    (A chain without its head can never be hit again.) It is told what requests do, each with `use`, what its own
+    `begin` returned for that request. An *access* of a block is that a request hits it or registers it, once. Every
+    operation is O(log n) for each block at most, amortised. One made for `num_blocks` blocks knows ids below that.
     """
 
-    def register(self, block_id: int, hash: bytes, parent: int | None, is_access: bool = True) -> None:
-        """A block in use got a content, known by its hash, behind that of the block `parent`.
+    def begin(self, hashes: Sequence[bytes], num_tokens: int, hints: CacheHints, tenant: str | None) -> Any:
+        """A request of so many tokens is admitted for the first time. Its full blocks, known or not, have these hashes.
 
-        It is no access when this request had the content before, lost it to preemption and computed it again.
+        Session ids and priorities mean something among requests of one `tenant`.
         """
 
-    def access(self, block_ids: Iterable[int]) -> None:
+    def access(self, block_ids: Sequence[int]) -> None:
         """A request hits these blocks, in use by now, at one moment.
 
-        At its admission, perhaps none; or later, one that it computed and that turns out to be there already.
+        At its admission, perhaps none; or later, some that it computed and that turn out to be there already.
         """
 
-    def add(self, block_id: int) -> None:
-        """A registered block became idle. Of one sequence's blocks the tail is added before the head."""
+    def register(
+        self, use: Any, block_ids: list[int], hashes: Sequence[bytes], parent: int | None, num_repeated: int = 0
+    ) -> None:
+        """Blocks in use got a content each, one behind the other; the first is behind that of the block `parent`.
 
-    def remove(self, block_id: int) -> None:
-        """An idle block was hit: it is in use again."""
+        The first `num_repeated` are no accesses: the request had them before, lost them to preemption and computed them
+        again.
+        """
+
+    def end(self, use: Any, num_blocks: int, num_output_tokens: int) -> None:
+        """A request has ended, and `add` comes next. Its first `num_blocks` blocks have a content."""
+
+    def demote(self, use: Any, block_ids: Sequence[int]) -> None:
+        """The session of a request that has ended is declared over: these of its blocks, idle, are nobody else's.
+
+        The tail comes before the head.
+        """
+
+    def add(self, block_ids: Sequence[int]) -> None:
+        """Registered blocks became idle. Of one sequence's blocks the tail is added before the head."""
+
+    def remove(self, block_ids: Sequence[int]) -> None:
+        """Idle blocks were hit: they are in use again."""
 
     def pop(self) -> int:
         """Take out the victim, which loses its content. KeyError when there is none."""
@@ -54,22 +76,38 @@ class LRU:
     first. So the last release of the child is always earlier than that of the parent.
     """
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(self, num_blocks: int, block_size: int = 16, clock: Callable[[], float] = time.monotonic) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
 
-    def register(self, block_id: int, hash: bytes, parent: int | None, is_access: bool = True) -> None:
+    def begin(
+        self, hashes: Sequence[bytes], num_tokens: int, hints: CacheHints = NO_HINTS, tenant: str | None = None
+    ) -> None:
         """Only releases count."""
 
-    def access(self, block_ids: Iterable[int]) -> None:
+    def access(self, block_ids: Sequence[int]) -> None:
         """Only releases count."""
 
-    def add(self, block_id: int) -> None:
-        """Put a block that was just released at the end."""
-        self._order[block_id] = None
+    def register(
+        self, use: None, block_ids: list[int], hashes: Sequence[bytes], parent: int | None, num_repeated: int = 0
+    ) -> None:
+        """Only releases count."""
 
-    def remove(self, block_id: int) -> None:
-        """Take a block that was hit out of the middle."""
-        del self._order[block_id]
+    def end(self, use: None, num_blocks: int, num_output_tokens: int) -> None:
+        """Only releases count."""
+
+    def demote(self, use: None, block_ids: Sequence[int]) -> None:
+        """Put them before all others."""
+        for block_id in reversed(block_ids):
+            self._order.move_to_end(block_id, last=False)
+
+    def add(self, block_ids: Sequence[int]) -> None:
+        """Put blocks that were just released at the end."""
+        self._order.update(dict.fromkeys(block_ids))
+
+    def remove(self, block_ids: Sequence[int]) -> None:
+        """Take blocks that were hit out of the middle."""
+        for block_id in block_ids:
+            del self._order[block_id]
 
     def pop(self) -> int:
         """Take the block that was released longest ago."""

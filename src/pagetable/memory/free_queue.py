@@ -10,8 +10,11 @@ from collections.abc import Callable, Iterator
 
 from pagetable.memory.classic_policies import ARC, LFU, LRUK, S3FIFO, TwoQ
 from pagetable.memory.eviction import LRU, EvictionPolicy
+from pagetable.memory.lhc import LHC
 
-EVICTION_POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {  # by name, made for a number of blocks
+# By name, each made for a number of blocks, tokens in a block, and a clock that tells seconds.
+EVICTION_POLICIES: dict[str, Callable[[int, int, Callable[[], float]], EvictionPolicy]] = {
+    "lhc": LHC,
     "lru": LRU,
     "lru-k": LRUK,
     "lfu": LFU,
@@ -26,11 +29,9 @@ class FreeQueue:
 
     __slots__ = ("cached", "empty")
 
-    def __init__(self, num_blocks: int, eviction_policy: str) -> None:
-        if eviction_policy not in EVICTION_POLICIES:
-            raise ValueError(f"eviction_policy={eviction_policy!r}: choose one of {', '.join(EVICTION_POLICIES)}")
+    def __init__(self, num_blocks: int, policy: EvictionPolicy) -> None:
         self.empty = list(range(num_blocks - 1, -1, -1))  # a stack, its top at the end
-        self.cached = EVICTION_POLICIES[eviction_policy](num_blocks)
+        self.cached = policy
 
     def __len__(self) -> int:
         return len(self.empty) + len(self.cached)

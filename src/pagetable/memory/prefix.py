@@ -44,14 +44,18 @@ class PrefixChain:
         "computed_before_preemption",
         "contents",
         "counted",
+        "ends_session",
         "generation",
         "hashes",
         "matched",
         "matched_at",
         "num_accessed",
+        "num_prompt_tokens",
         "owner",
         "root",
         "root_hash",
+        "session",
+        "use",
     )
 
     def __init__(self, owner: object, root: bytes) -> None:
@@ -69,6 +73,10 @@ class PrefixChain:
         self.counted = False  # this request is in the hit statistics
         self.num_accessed = 0  # leading blocks that the eviction policy was told of: each counts once, come what may
         self.computed_before_preemption = 0  # tokens
+        self.use: Any = None  # what the eviction policy knows this request by, from its first admission to its end
+        self.num_prompt_tokens = 0  # at that admission
+        self.session: tuple[str | None, str] | None = None  # salt and id
+        self.ends_session = False
 
     def extend(self, token_ids: Any, num_blocks: int, block_size: int, compute_hash: HashFunction) -> None:
         """Hash the blocks up to `num_blocks` that are not hashed yet. They must be full: later tokens do not count."""

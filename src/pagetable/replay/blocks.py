@@ -113,16 +113,20 @@ class TraceSequence:
         "block_table",
         "cache_salt",
         "num_cached_tokens",
+        "num_output_tokens",
+        "num_prompt_tokens",
         "num_scheduled_tokens",
         "num_tokens",
         "prefix_chain",
         "token_ids",
     )
 
-    def __init__(self, token_ids: IntArray, num_tokens: int, block_size: int) -> None:
+    def __init__(self, token_ids: IntArray, num_tokens: int, block_size: int, request: TraceRequest) -> None:
         self.token_ids = token_ids  # perhaps with room for those to come
         self.num_tokens = num_tokens
         self.block_size = block_size
+        self.num_prompt_tokens = request.num_prompt_tokens  # what the eviction policy is told
+        self.num_output_tokens = request.num_output_tokens
         self.block_table: list[int] = []
         self.num_cached_tokens = self.num_scheduled_tokens = 0
         self.cache_salt: str | None = None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pagetable.memory import BlockManager
+from pagetable.memory import EVICTION_POLICIES, BlockManager
 from pagetable.replay.blocks import SENTINEL, TraceSequence, Workload
 from pagetable.replay.reuse import Access
 from pagetable.replay.trace import TraceRequest
@@ -47,13 +47,16 @@ class CacheReplay:
         self._check = check
         # Of a trace of hashes, a block of the page table is a block of the trace; one more is for the sentinel.
         self._block_size = 1 if workload.is_hashed else workload.block_size
-        self._manager = BlockManager(num_blocks, self._block_size, eviction_policy=policy)
+        self._now = 0.0  # seconds of the trace
+        eviction_policy = EVICTION_POLICIES[policy](num_blocks, workload.block_size, lambda: self._now)
+        self._manager = BlockManager(num_blocks, self._block_size, eviction_policy=eviction_policy)
         self._stored_at = np.full(num_blocks, np.nan)  # seconds of the trace
         self._num_unknown = 0  # output tokens that the trace does not tell
 
     def serve(self, request: TraceRequest, access: Access) -> int:
         """Admit a request, compute it, free it. Returns how many of its blocks were found."""
         began = time.perf_counter()
+        self._now = request.arrival
         hits = self._serve(self._sequence(request, access), request, access)
         result = self.result
         result.num_accesses += access.num_accesses
@@ -76,7 +79,7 @@ class CacheReplay:
 
     def _sequence(self, request: TraceRequest, access: Access) -> TraceSequence:
         if request.token_ids is None:
-            return TraceSequence(np.append(access.path, np.int32(SENTINEL)), len(access.path) + 1, 1)
+            return TraceSequence(np.append(access.path, np.int32(SENTINEL)), len(access.path) + 1, 1, request)
         tokens = request.token_ids
         output = request.output_token_ids
         if output is None:  # they fill blocks all the same, which nobody can hit
@@ -84,7 +87,7 @@ class CacheReplay:
             first = -1 - self._num_unknown % 2**30
             self._num_unknown += length
             output = np.arange(first, first - length, -1, dtype=np.int32)
-        return TraceSequence(np.append(tokens, output), len(tokens), self._block_size)
+        return TraceSequence(np.append(tokens, output), len(tokens), self._block_size, request)
 
     def _serve(self, seq: TraceSequence, request: TraceRequest, access: Access) -> int:
         manager = self._manager

@@ -1,0 +1,58 @@
+"""What an eviction policy has learned, in a file, so that a restart need not begin with nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+from pagetable.memory.eviction import EvictionPolicy
+from pagetable.memory.lhc import LHC
+
+logger = logging.getLogger(__name__)
+
+LARGEST = 16 << 20  # bytes; a state has some 200 kB
+
+
+def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
+    """Let a policy go on from a saved state. False, with a warning, for a file that is none; no file is no fault.
+
+    ValueError for a policy that does not learn.
+    """
+    learner = _learner(policy)
+    try:
+        with path.open("rb") as file:
+            data = file.read(LARGEST + 1)
+        if len(data) > LARGEST:
+            raise ValueError(f"it has more than {LARGEST} bytes")
+        state = json.loads(data)
+        if not isinstance(state, dict):
+            raise ValueError("it holds no JSON object")
+        learner.restore(state)
+    except FileNotFoundError:
+        return False
+    except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        logger.warning("the eviction state %s is not used, and the policy starts from nothing: %s", path, error)
+        return False
+    return True
+
+
+def save_eviction_state(policy: EvictionPolicy, path: Path) -> None:
+    """Write what a policy has learned, whole or not at all. OSError if that cannot be done."""
+    data = json.dumps(_learner(policy).state())
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+def _learner(policy: EvictionPolicy) -> LHC:
+    if not isinstance(policy, LHC):
+        raise ValueError(f"an eviction state is for lhc, the only policy that learns, not for {type(policy).__name__}")
+    return policy

@@ -1,0 +1,558 @@
+"""LHC, learned-hazard chains: what leaves first is what promises the least use for each second that it is kept.
+
+Blocks that always were used together lie in one *run*, a piece of a chain with one past, so that one note does for all
+of them. A request goes through the runs from the root on; where it leaves a run in the middle, the run is cut in two.
+Runs remember the blocks that left as well (*ghosts*), so that a session is known again when it comes back. So cost
+follows requests and evictions, not blocks.
+
+What a request leaves behind waits, as a record of the hazard table, until somebody uses it again. See docs/eviction.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pagetable.memory.candidates import Candidates
+from pagetable.memory.hazard import (
+    ENDED,
+    EXPECTED,
+    KEPT,
+    LEFT_BEHIND,
+    NEW,
+    PREFIX,
+    SHARED,
+    HazardTable,
+    announced_row,
+    class_row,
+)
+from pagetable.memory.hints import NO_HINTS, CacheHints
+
+GHOSTS = 10  # times as many blocks are remembered as there are
+WIDTH = 8  # bytes of a hash that are kept: they rank, and prove nothing
+MEMORY = 0.998  # of the share of sessions that go on from their very last block, at each that goes on
+SMOOTHING = 0.3  # of the interval between uses of what is shared
+FEWEST, MOST = 10, 250  # requests between two refreshes of the table; at the start a fifth of all so far
+LOUDNESS = 10.0  # points of cache_priority that double a score
+NUM_TENANTS = 1024  # whose mean priority is known
+
+
+class Use:
+    """What a request did with its chain: [0, shared) are blocks of others as well, [shared, found) it found too."""
+
+    __slots__ = (
+        "ended_at",
+        "factor",
+        "found",
+        "hints",
+        "new_record",
+        "new_row",
+        "num_blocks",
+        "num_new_tokens",
+        "number",
+        "prefix_record",
+        "prefix_row",
+        "session",
+        "shared",
+        "turn",
+    )
+
+    def __init__(self, number: int, session: tuple[str | None, str] | None, hints: CacheHints) -> None:
+        self.number = number
+        self.session = session
+        self.hints = hints
+        self.factor = 1.0  # of its blocks' scores, by priority
+        self.shared = self.found = 0
+        self.num_blocks = 0  # of its chain that have a content, set at the end
+        self.num_new_tokens = 0
+        self.turn = 1
+        self.ended_at = -1.0  # when its blocks began to wait; -1 while it runs
+        self.new_row = self.prefix_row = -1
+        self.new_record = self.prefix_record = -1  # records of the hazard table; -1 for none
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        return self.ended_at < 0.0
+
+
+class Run:
+    """A piece of a chain: its first blocks are here, the others left, and nothing tells them apart but their place."""
+
+    __slots__ = (
+        "block_ids",
+        "branches",
+        "hashes",
+        "head",
+        "interval",
+        "is_shared",
+        "last",
+        "last_at",
+        "parent",
+        "record",
+        "slot",
+        "stamp",
+        "start",
+    )
+
+    def __init__(self, start: int, parent: int, hashes: bytes, last: Use, last_at: float) -> None:
+        self.start = start  # how many blocks of the chain lie before it
+        self.parent = parent  # the block before its first, if that is here; -1 for the root
+        self.head = hashes[:WIDTH]
+        self.hashes = bytearray(hashes)  # WIDTH bytes a block
+        self.block_ids: list[int] = []  # of those that are here
+        self.branches: dict[int, int] = {}  # by depth, how many other runs that are here go on there
+        self.last = last  # use
+        self.last_at = last_at
+        self.is_shared = False
+        self.interval = math.inf  # between uses since it is shared, smoothed
+        self.record = -1  # of the hazard table, once it is shared
+        self.slot = self.stamp = -1  # among the candidates
+
+    @property
+    def length(self) -> int:
+        """Blocks, here or gone."""
+        return len(self.hashes) // WIDTH
+
+    @property
+    def num_ghosts(self) -> int:
+        """Blocks that left."""
+        return len(self.hashes) // WIDTH - len(self.block_ids)
+
+
+class LHC:
+    """An eviction policy that learns how long each kind of idle K/V waits until it is used again.
+
+    `clock` tells seconds, `block_size` is in tokens. It remembers at most `GHOSTS * num_blocks` blocks that left.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int = 16, clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_blocks = num_blocks
+        self._block_size = block_size
+        self._clock = clock
+        self._now = 0.0
+        self.hazards = HazardTable()
+        self._num_uses = 0
+        self._num_uses_at_refresh = FEWEST
+        self._last_block_share = 0.5  # of sessions that go on from the very last block, full by chance
+        self._mean_priority: OrderedDict[str | None, float] = OrderedDict()
+        self._forget_all()
+
+    def clear(self) -> None:
+        """Forget every content. What was learned stays."""
+        self.hazards.clear(self._tick())
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        num_blocks = self._num_blocks
+        self._is_idle = bytearray(num_blocks)
+        self._num_idle = 0
+        self._run_of: list[Run | None] = [None] * num_blocks
+        self._by_head: dict[bytes, Run] = {}  # runs by the hash of their first block
+        self._with_ghosts: OrderedDict[Run, None] = OrderedDict()  # those that lost a block longest ago first
+        self._num_ghosts = 0
+        self._candidates = Candidates(num_blocks, self.hazards)
+        self._victim: Run | None = None  # the run that is leaving, and
+        self._quota = 0  # how many more of its blocks may go before that is thought over
+
+    # ---------------------------------------------------------------- requests
+
+    def begin(
+        self, hashes: Sequence[bytes], num_tokens: int, hints: CacheHints = NO_HINTS, tenant: str | None = None
+    ) -> Use:
+        """A request is admitted, its full blocks have these hashes. What waited for it has been reused."""
+        now = self._tick()
+        self._num_uses += 1
+        if self._num_uses >= self._num_uses_at_refresh:
+            self.hazards.refresh(now)
+            self._num_uses_at_refresh = self._num_uses + min(MOST, max(FEWEST, self._num_uses // 5))
+        session = None if hints.session_id is None else (tenant, hints.session_id)
+        use = Use(self._num_uses, session, hints)
+        if hints.cache_priority is not None:
+            use.factor = self._loudness(hints.cache_priority, tenant)
+        path, rest = self._walk(_digests(hashes))
+        goes_on = False
+        if path:
+            tip = path[-1]
+            use.found = tip.start + tip.length
+            if not tip.is_shared:
+                goes_on = self._goes_on(use, tip, rest)
+                self._reuse(tip.last, use.found, goes_on, rest, now)
+                if goes_on:
+                    use.turn = tip.last.turn + 1
+        for run in path:
+            if run.is_shared or not goes_on:
+                self._share(run, now)
+                use.shared = run.start + run.length
+            run.last, run.last_at = use, now
+            if run.slot >= 0:
+                self._offer(run)  # an idle block that is to be computed again all the same
+        use.num_new_tokens = max(0, num_tokens - use.found * self._block_size)
+        return use
+
+    def end(self, use: Use, num_blocks: int, num_output_tokens: int) -> None:
+        """A request has ended, the first `num_blocks` blocks of its chain have a content. They begin to wait."""
+        hints = use.hints
+        use.ended_at = now = self._tick()
+        use.num_blocks = num_blocks
+        if hints.end_session:
+            use.new_row = use.prefix_row = ENDED
+        elif hints.expected_idle_s is not None:
+            use.new_row = use.prefix_row = announced_row(EXPECTED, hints.expected_idle_s)
+        elif hints.ttl_s is not None:
+            use.new_row = use.prefix_row = announced_row(KEPT, hints.ttl_s)
+        else:
+            use.new_row = class_row(NEW, use.num_new_tokens, use.turn, num_output_tokens)
+            use.prefix_row = class_row(PREFIX, use.num_new_tokens, use.turn, num_output_tokens)
+        self._open_records(use, now)
+
+    def demote(self, use: Use, block_ids: Iterable[int]) -> None:
+        """The session of a request that has ended is declared over. These of its blocks, idle, are nobody else's."""
+        if use.new_row == ENDED:  # it said so itself
+            return
+        self._close_records(use, self._tick())
+        use.new_row = use.prefix_row = ENDED
+        use.ended_at = self._now
+        self._open_records(use, self._now)
+        for run in {self._run_of[block_id] for block_id in block_ids}:
+            if run is not None and run.slot >= 0:
+                self._offer(run)
+
+    def _open_records(self, use: Use, now: float) -> None:
+        ttl = math.inf if use.hints.ttl_s is None else use.hints.ttl_s
+        if use.num_blocks > use.found:
+            use.new_record = self.hazards.open(use.new_row, use.num_blocks - use.found, now, ttl)
+        if use.found > use.shared:
+            use.prefix_record = self.hazards.open(use.prefix_row, use.found - use.shared, now, ttl)
+
+    def _close_records(self, use: Use, now: float) -> None:
+        """Nothing of what a request left is known any more."""
+        for record in (use.new_record, use.prefix_record):
+            if record >= 0:
+                self.hazards.close(record, now)
+        use.new_record = use.prefix_record = -1
+
+    def _goes_on(self, use: Use, tip: Run, rest: Run | None) -> bool:
+        """Whether a request that ends in a private run, or leaves it there, is the next turn of its session."""
+        if tip.last.is_running:
+            return False
+        if use.session is not None and tip.last.session is not None:
+            return use.session == tip.last.session
+        # One known continuation, that of the last turn, is what an answer in a last, partial block looks like.
+        return tip.branches.get(use.found, 0) + (rest is not None and not rest.block_ids) <= 1
+
+    def _reuse(self, last: Use, found: int, goes_on: bool, rest: Run | None, now: float) -> None:
+        """The chain of the request `last` is used again up to block `found`. `rest` is what lies behind that."""
+        if last.is_running:
+            return
+        hazards = self.hazards
+        if last.prefix_record >= 0:
+            share = (found - last.shared) / max(1, last.found - last.shared)
+            if not hazards.reuse(last.prefix_record, now, min(1.0, max(0.0, share))):
+                last.prefix_record = -1
+        if last.new_record >= 0:  # its last block, which is partial in most traces, does not count
+            low, high = max(last.found, last.shared), last.num_blocks - 1
+            share = 1.0 if found >= high else max(0.0, (found - low) / max(1, high - low))
+            if not hazards.reuse(last.new_record, now, share):
+                last.new_record = -1
+        if goes_on:
+            self._last_block_share += (1.0 - MEMORY) * ((found >= last.num_blocks) - self._last_block_share)
+        if rest is None:
+            self._close_records(last, now)
+        elif goes_on and last.new_row != LEFT_BEHIND and found < last.num_blocks:
+            if last.new_record >= 0:
+                hazards.close(last.new_record, now)
+            last.new_record = hazards.open(LEFT_BEHIND, last.num_blocks - found, now)
+            last.new_row = LEFT_BEHIND
+            last.ended_at = now
+            if rest.slot >= 0:
+                self._offer(rest)
+
+    def _share(self, run: Run, now: float) -> None:
+        """One more session uses a run."""
+        if run.is_shared:
+            gap = now - run.last_at
+            run.interval = gap if run.interval == math.inf else run.interval + SMOOTHING * (gap - run.interval)
+            self.hazards.reuse(run.record, now)
+        run.is_shared = True
+        run.record = self.hazards.open(SHARED, run.length, now)
+
+    def _loudness(self, priority: int, tenant: str | None) -> float:
+        """What a priority is worth next to the others of a tenant: who always shouts is not heard better."""
+        means = self._mean_priority
+        mean = means.get(tenant, 50.0)
+        means[tenant] = mean + 0.05 * (priority - mean)
+        means.move_to_end(tenant)
+        if len(means) > NUM_TENANTS:
+            means.popitem(last=False)
+        return float(2.0 ** ((priority - mean) / LOUDNESS))
+
+    def _tick(self) -> float:
+        """The time, which never runs backwards."""
+        self._now = max(self._now, self._clock())
+        return self._now
+
+    # ---------------------------------------------------------------- runs
+
+    def _walk(self, digests: bytes) -> tuple[list[Run], Run | None]:
+        """The runs that a chain begins with, cut where it leaves them, and what was cut off behind the last, if any."""
+        path: list[Run] = []
+        at = 0
+        rest = None
+        while at < len(digests) and rest is None:
+            run = self._by_head.get(digests[at : at + WIDTH])
+            if run is None or run.start * WIDTH != at:
+                break
+            path.append(run)
+            same = _num_same(digests[at : at + len(run.hashes)], run.hashes)
+            at += same * WIDTH
+            if same < run.length:
+                behind = self._cut(run, same)
+                following = self._by_head.get(digests[at : at + WIDTH])
+                if following is None or following.start * WIDTH != at:
+                    rest = behind
+        return path, rest
+
+    def register(
+        self, use: Use, block_ids: list[int], hashes: Sequence[bytes], parent: int | None, num_repeated: int = 0
+    ) -> None:
+        """Blocks in use got a content each, one behind the other, the first behind that of the block `parent`."""
+        digests = _digests(hashes)
+        done, above, depth = 0, None, 0
+        if parent is not None:
+            above = self._run_of[parent]
+            assert above is not None
+            is_tip = above.block_ids[-1] == parent
+            depth = above.start + (len(above.block_ids) if is_tip else above.block_ids.index(parent) + 1)
+        while done < len(block_ids):
+            if above is not None and depth == above.start + len(above.block_ids):
+                if above.num_ghosts:
+                    same = _num_same(digests[done * WIDTH :], above.hashes[len(above.block_ids) * WIDTH :])
+                    self._take_in(above, block_ids[done : done + same])
+                    self._num_ghosts -= same
+                    if not above.num_ghosts:
+                        del self._with_ghosts[above]
+                    done, depth = done + same, depth + same
+                    if same:
+                        continue
+                elif above.last is use and not above.is_shared:
+                    above.hashes += digests[done * WIDTH :]
+                    self._take_in(above, block_ids[done:])
+                    return
+            before = block_ids[done - 1] if done else -1 if parent is None else parent
+            run = self._by_head.get(digests[done * WIDTH : (done + 1) * WIDTH])
+            is_back = run is not None and run.start == depth and not run.block_ids
+            if not is_back:
+                if above is not None and depth < above.start + above.length:
+                    self._cut(above, depth - above.start)
+                run = self._new_run(depth, before, digests[done * WIDTH :], use, self._now)
+            assert run is not None
+            if above is not None:
+                above.branches[depth] = above.branches.get(depth, 0) + 1
+            if not is_back:
+                self._take_in(run, block_ids[done:])
+                return
+            run.parent = before
+            above = run
+
+    def _take_in(self, run: Run, block_ids: list[int]) -> None:
+        run.block_ids += block_ids
+        for block_id in block_ids:
+            self._run_of[block_id] = run
+
+    def _new_run(self, start: int, parent: int, hashes: bytes, last: Use, last_at: float) -> Run:
+        run = Run(start, parent, hashes, last, last_at)
+        self._by_head[run.head] = run
+        return run
+
+    def _cut(self, run: Run, num_blocks: int) -> Run:
+        """Leave a run its first blocks. The rest becomes a run of its own."""
+        depth = run.start + num_blocks
+        rest = self._new_run(depth, -1, bytes(run.hashes[num_blocks * WIDTH :]), run.last, run.last_at)
+        rest.is_shared, rest.interval = run.is_shared, run.interval
+        if run.record >= 0:
+            rest.record = self.hazards.split(run.record, rest.length / run.length)
+        had_ghosts = run.num_ghosts > 0
+        del run.hashes[num_blocks * WIDTH :]
+        if len(run.block_ids) > num_blocks:
+            rest.parent = run.block_ids[num_blocks - 1]
+            rest.block_ids = run.block_ids[num_blocks:]
+            del run.block_ids[num_blocks:]
+            for block_id in rest.block_ids:
+                self._run_of[block_id] = rest
+            rest.branches = {at: num for at, num in run.branches.items() if at > depth}
+            run.branches = {at: num for at, num in run.branches.items() if at <= depth}
+            run.branches[depth] = run.branches.get(depth, 0) + 1
+            if run.slot >= 0:  # so its last block, now that of the rest, was idle
+                self._candidates.withdraw(run)
+                self._offer(rest)
+        if had_ghosts:
+            self._with_ghosts[rest] = None
+            if not run.num_ghosts:
+                del self._with_ghosts[run]
+        return rest
+
+    def _forget_ghosts(self, num_blocks: int) -> None:
+        """Forget so many of those that left the longest ago."""
+        while num_blocks > 0 and self._with_ghosts:
+            run = next(iter(self._with_ghosts))
+            num = min(num_blocks, run.num_ghosts)
+            del run.hashes[len(run.hashes) - num * WIDTH :]
+            num_blocks -= num
+            self._num_ghosts -= num
+            if not run.num_ghosts:
+                del self._with_ghosts[run]
+            if not run.hashes:
+                self._forget(run)
+
+    def _forget(self, run: Run) -> None:
+        if self._by_head.get(run.head) is run:
+            del self._by_head[run.head]
+        if run.record >= 0:
+            self.hazards.close(run.record, self._now)
+        elif not run.last.is_running:
+            self._close_records(run.last, self._now)
+
+    # ---------------------------------------------------------------- idle blocks
+
+    def access(self, block_ids: Iterable[int]) -> None:
+        """Nothing: `begin` told more."""
+
+    def add(self, block_ids: Sequence[int]) -> None:
+        """Blocks became idle."""
+        self._num_idle += len(block_ids)
+        is_idle, run_of = self._is_idle, self._run_of
+        for block_id in block_ids:
+            is_idle[block_id] = True
+            run = run_of[block_id]
+            assert run is not None
+            if run.block_ids[-1] == block_id:
+                self._offer(run)
+
+    def remove(self, block_ids: Sequence[int]) -> None:
+        """Idle blocks are in use again."""
+        self._quota = 0
+        self._num_idle -= len(block_ids)
+        for block_id in block_ids:
+            self._is_idle[block_id] = False
+
+    def pop(self) -> int:
+        """Take out the victim."""
+        if self._quota == 0:
+            self._choose()
+        run = self._victim
+        assert run is not None
+        block_id = run.block_ids.pop()
+        self._run_of[block_id] = None
+        self._is_idle[block_id] = False
+        self._num_idle -= 1
+        self._num_ghosts += 1
+        self._quota -= 1
+        if self._quota == 0:
+            self._settle(run)
+        return block_id
+
+    def _choose(self) -> None:
+        """Find the run to take blocks from, and how many have the same score."""
+        if not self._num_idle:
+            raise KeyError("no block is idle")
+        now = self._tick()
+        while True:
+            run = self._candidates.first(now)
+            use, end = run.last, run.start + len(run.block_ids)
+            if self._is_idle[run.block_ids[-1]] and end not in run.branches:
+                break
+            self._candidates.withdraw(run)  # it is in use again, or something hangs on it
+        stops = [run.start, *run.branches]
+        if end >= use.num_blocks > run.start:
+            stops.append(use.num_blocks - 1)
+        if use.found < end:
+            stops.append(use.found)
+        num = min(end - max(stops), GHOSTS * self._num_blocks)
+        self._quota = 1
+        while self._quota < num and self._is_idle[run.block_ids[-1 - self._quota]]:
+            self._quota += 1
+        self._victim = run
+        self._forget_ghosts(self._num_ghosts + self._quota - GHOSTS * self._num_blocks)
+        self._with_ghosts[run] = None
+        self._with_ghosts.move_to_end(run)
+        self._candidates.note_left(self._quota)
+
+    def _settle(self, run: Run) -> None:
+        """What was to leave a run has left: is another block of it a candidate now, or the block before it?"""
+        if run.block_ids:
+            self._offer(run)
+            return
+        self._candidates.withdraw(run)
+        if run.parent < 0:
+            return
+        above = self._run_of[run.parent]
+        assert above is not None
+        above.branches[run.start] -= 1
+        if not above.branches[run.start]:
+            del above.branches[run.start]
+            if above.block_ids[-1] == run.parent:
+                self._offer(above)
+
+    def _offer(self, run: Run) -> None:
+        """A run's last block became idle, or its score has changed: make it a candidate if it can leave."""
+        self._quota = 0
+        end = run.start + len(run.block_ids)
+        if end in run.branches or not self._is_idle[run.block_ids[-1]]:
+            self._candidates.withdraw(run)
+            return
+        use = run.last
+        row = use.prefix_row if end <= use.found else use.new_row
+        factor, ttl = use.factor, math.inf if use.hints.ttl_s is None else use.hints.ttl_s
+        if use.is_running:  # preempted, it comes back soon
+            row, factor = SHARED, math.inf
+        elif not run.is_shared and end == use.num_blocks and use.new_row != LEFT_BEHIND:
+            factor *= self._last_block_share
+        interval = min(run.interval, 1e9) if run.is_shared else math.inf
+        since = self._now if use.is_running else use.ended_at
+        self._candidates.offer(run, row, since, ttl, interval, factor, use.number, self._now)
+
+    def __len__(self) -> int:
+        return self._num_idle
+
+    def __iter__(self) -> Iterator[int]:
+        rest = copy.deepcopy(self)  # the order depends on what leaves, so let it leave
+        while rest:
+            yield rest.pop()
+
+    def __contains__(self, block_id: object) -> bool:
+        return isinstance(block_id, int) and 0 <= block_id < self._num_blocks and bool(self._is_idle[block_id])
+
+    # ---------------------------------------------------------------- what outlives a restart
+
+    def state(self) -> dict[str, Any]:
+        """What was learned so far, as JSON has it."""
+        return {"policy": "lhc", "last_block_share": self._last_block_share, **self.hazards.state(self._tick())}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Go on from what was learned before. ValueError, and nothing changed, if this is no such state."""
+        share = state.get("last_block_share")
+        if state.get("policy") != "lhc" or not isinstance(share, float) or not 0.0 <= share <= 1.0:
+            raise ValueError("it is no state of lhc")
+        self.hazards.restore(state)
+        self._last_block_share = share
+
+
+def _digests(hashes: Sequence[bytes]) -> bytes:
+    """The first WIDTH bytes of each hash of 16."""
+    return np.frombuffer(b"".join(hashes), "<u8")[::2].tobytes() if hashes else b""
+
+
+def _num_same(ours: bytes, theirs: bytes | bytearray) -> int:
+    """How many digests are the same before the first that is not."""
+    if ours == theirs:
+        return len(ours) // WIDTH
+    size = min(len(ours), len(theirs)) // WIDTH
+    differ = np.frombuffer(ours, "<u8", size) != np.frombuffer(theirs, "<u8", size)
+    return int(differ.argmax()) if differ.any() else size
