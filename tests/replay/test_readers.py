@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pagetable.memory.hints import NO_HINTS, CacheHints
 from pagetable.replay.blocks import Workload
 from pagetable.replay.readers import Trace
 from pagetable.replay.trace import PrefixTree, SessionFinder, TraceError, TraceRequest
@@ -511,12 +512,66 @@ def test_a_prompt_that_is_shorter_than_a_block_is_a_session_of_its_own() -> None
     assert [finder.find(nothing), finder.find(nothing)] == [0, 1]
 
 
+# ---------------------------------------------------------------- hints
+
+
+hinting_format = pytest.mark.parametrize("kind", ["mooncake", "qwen", "tokens", "text"])
+
+
+def hints_of(folder: Path, *records: Record) -> list[CacheHints]:
+    return [request.hints for request in trace_of(folder, *records, encode=encode)]
+
+
+@hinting_format
+def test_a_record_may_tell_the_cache_what_its_client_knows(kind: str, tmp_path: Path) -> None:
+    told_by = {"session_id": "s", "end_session": True, "expected_idle_s": 1.5, "cache_priority": 70, "ttl_s": 60}
+    plain = ONE_BLOCK[kind]
+    (hints,) = hints_of(tmp_path, {**plain, **told_by})
+    assert hints == CacheHints("s", True, 1.5, 70, 60)
+    for name in ("end_session", "expected_idle_s", "cache_priority", "ttl_s"):
+        (hints,) = hints_of(tmp_path, {**plain, "session_id": "s", name: told_by[name]})
+        assert hints == CacheHints("s", **{name: told_by[name]})
+
+
+@hinting_format
+def test_a_session_alone_is_no_hint(kind: str, tmp_path: Path) -> None:
+    plain = {**ONE_BLOCK[kind], "session_id": "s"}
+    nothing = dict.fromkeys(("end_session", "expected_idle_s", "cache_priority", "ttl_s"))
+    assert hints_of(tmp_path, ONE_BLOCK[kind], plain, {**plain, **nothing}) == [NO_HINTS] * 3
+    assert hints_of(tmp_path, plain, {**plain, "end_session": False}) == [NO_HINTS, CacheHints("s")]
+
+
+@hinting_format
+def test_a_number_of_a_session_is_its_text(kind: str, tmp_path: Path) -> None:
+    trace = trace_of(tmp_path, {**ONE_BLOCK[kind], "session_id": 7, "ttl_s": 0}, encode=encode)
+    (request,) = trace
+    assert request.hints == CacheHints("7", ttl_s=0)
+    assert request.session == (1 if kind == "qwen" else 7)
+
+
+def test_without_a_session_a_chat_of_qwen_is_one(tmp_path: Path) -> None:
+    records = [qwen(5, -1, 0, 1), qwen(6, 5, 1, 1, end_session=False), qwen(7, 6, 2, 1, end_session=True)]
+    assert hints_of(tmp_path, *records) == [NO_HINTS, CacheHints("5"), CacheHints("5", True)]
+    other = qwen(7, -1, 2, 1, end_session=True, session_id="x")
+    assert hints_of(tmp_path, other) == [CacheHints("x", True)]
+
+
+def test_a_hint_without_a_session_has_none(tmp_path: Path) -> None:
+    assert hints_of(tmp_path, mooncake(0, 1, ttl_s=5)) == [CacheHints(ttl_s=5)]
+
+
+def test_sessions_of_weka_have_no_hints(tmp_path: Path) -> None:
+    told_by = {"session_id": "s", "end_session": True, "ttl_s": -1}
+    assert hints_of(tmp_path, weka(weka_request(0, 1, **told_by), **told_by)) == [NO_HINTS]
+
+
 # ---------------------------------------------------------------- what is wrong, and where
 
 NOT_NUMBERS: list[Any] = [None, "7", [], {}, True]
 NOT_COUNTS = [*NOT_NUMBERS, 1.0, math.nan, math.inf, -1, 2**31, HUGE]
 NOT_LENGTHS = [value for value in NOT_COUNTS if value is not None]  # of an answer: none is none
 NOT_TIMES = [*NOT_NUMBERS, math.nan, math.inf, -math.inf, -0.001, -1, 1e300, HUGE]
+NOT_SECONDS = ["7", [], {}, True, math.nan, math.inf, -0.001, -1, 1.1e9, HUGE]
 NOT_HASHES: list[Any] = [None, 7, "7", {}, [1.0], [None], [[1]], [{}], [True], [math.nan]]
 NOT_TOKENS: list[Any] = [None, 7, {}, [], [1.5], [True], ["1"], [None], [[1]], [-1], [2**31], [HUGE], [math.nan]]
 
@@ -539,6 +594,19 @@ WRONG_VALUES: dict[tuple[str, str], list[Any]] = {
     ("text", "prompt"): [None, 7, {}, True, ""],
     ("text", "messages"): [None, 7, "text", {}],
     ("text", "timestamp"): NOT_TIMES,
+    **{
+        (kind, name): values
+        for kind in ("mooncake", "qwen", "tokens", "text")
+        for name, values in {
+            "end_session": [0, 1, "true", [], {}],
+            "expected_idle_s": NOT_SECONDS,
+            "ttl_s": NOT_SECONDS,
+            "cache_priority": ["50", [], {}, True, 50.0, -1, 101, HUGE],
+        }.items()
+    },
+    ("mooncake", "session_id"): [1.5, [], {}],
+    ("qwen", "session_id"): [1.5, [], {}],
+    ("text", "session_id"): [1.5, [], {}],
 }
 ONE_BLOCK: dict[str, Record] = {
     "mooncake": mooncake(1, 1, input_length=512),
@@ -559,9 +627,9 @@ MISSING = [
 ]
 
 
-def assert_named_and_counted(folder: Path, good: Record, bad: Line) -> None:
-    """The bad line in the middle is named, and with `skip_bad` it is all that is missing."""
-    with pytest.raises(TraceError, match=r"trace\.jsonl, line 2: .*--skip-bad") as caught:
+def assert_named_and_counted(folder: Path, good: Record, bad: Line, field: str = "") -> None:
+    """The bad line in the middle is named with its field, and with `skip_bad` it is all that is missing."""
+    with pytest.raises(TraceError, match=rf"trace\.jsonl, line 2: .*{field}.*--skip-bad") as caught:
         list(trace_of(folder, good, bad, good, encode=encode))
     assert len(str(caught.value)) < 1000
     left = trace_of(folder, good, bad, bad, good, bad, encode=encode, skip_bad=True)
@@ -576,7 +644,17 @@ def assert_named_and_counted(folder: Path, good: Record, bad: Line) -> None:
     ids=lambda value: repr(value)[:20],
 )
 def test_a_wrong_value_is_named_by_its_line(kind: str, field: str, value: Any, tmp_path: Path) -> None:
-    assert_named_and_counted(tmp_path, ONE_BLOCK[kind], {**ONE_BLOCK[kind], field: value})
+    shown = "" if field in ("prompt", "messages") else field
+    assert_named_and_counted(tmp_path, ONE_BLOCK[kind], {**ONE_BLOCK[kind], field: value}, shown)
+
+
+@pytest.mark.parametrize("kind", ["mooncake", "qwen", "tokens", "text"])
+@pytest.mark.parametrize("session_id", ["", "x" * 257, 10**300])
+def test_a_session_that_the_cache_cannot_be_told_is_wrong_where_it_is_told(
+    kind: str, session_id: int | str, tmp_path: Path
+) -> None:
+    good = {**ONE_BLOCK[kind], "session_id": session_id}
+    assert_named_and_counted(tmp_path, good, {**good, "ttl_s": 7}, "session_id")
 
 
 @pytest.mark.parametrize(("kind", "field"), MISSING)

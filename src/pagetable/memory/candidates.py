@@ -29,7 +29,7 @@ class Candidates:
         self._budget = 0  # blocks that may still leave before all are ranked anew
         self._ranked_at = -math.inf
         self._num_stamps = 0
-        self._shortlist: list[tuple[float, int, int, Any]] = []  # score, age rank, stamp, run; a heap
+        self._shortlist: list[tuple[float, float, int, Any]] = []  # score, since, stamp, run; a heap
         self._free = list(range(255, -1, -1))
         self._runs: list[Any] = [None] * 256
         self._is_taken = np.zeros(256, bool)
@@ -38,12 +38,9 @@ class Candidates:
         self._ttl = np.zeros(256)
         self._interval = np.zeros(256)  # infinite for one that is not shared
         self._factor = np.zeros(256)
-        self._number = np.zeros(256, np.int64)
 
-    def offer(
-        self, run: Any, row: int, since: float, ttl: float, interval: float, factor: float, number: int, now: float
-    ) -> None:
-        """Take in a run, or note that its score has changed. Ties are for the smaller `number`."""
+    def offer(self, run: Any, row: int, since: float, ttl: float, interval: float, factor: float, now: float) -> None:
+        """Take in a run, or note that its score has changed. Of equals the one that waits longer goes first."""
         slot = run.slot
         if slot < 0:
             if not self._free:
@@ -52,9 +49,9 @@ class Candidates:
             self._runs[slot] = run
             self._is_taken[slot] = True
         self._row[slot], self._since[slot], self._ttl[slot] = row, since, ttl
-        self._interval[slot], self._factor[slot], self._number[slot] = interval, factor, number
+        self._interval[slot], self._factor[slot] = interval, factor
         age = max(0.0, now - since)
-        self._push(self._score(row, age, ttl, interval) * factor, number, run)
+        self._push(self._score(row, age, ttl, interval) * factor, since, run)
 
     def withdraw(self, run: Any) -> None:
         """A run is no candidate any more, if it was one."""
@@ -110,17 +107,18 @@ class Candidates:
         num = min(len(slots), max(SHORTEST_LIST, self._budget))
         lowest = np.argpartition(scores, num - 1)[:num] if num < len(slots) else np.arange(num)
         self._shortlist = []
-        for slot, score in zip(slots[lowest].tolist(), scores[lowest].tolist(), strict=True):
+        entries = (slots[lowest].tolist(), scores[lowest].tolist(), self._since[slots[lowest]].tolist())
+        for slot, score, since in zip(*entries, strict=True):
             run = self._runs[slot]
             run.stamp = self._num_stamps
             self._num_stamps += 1
-            self._shortlist.append((score, int(self._number[slot]), run.stamp, run))
+            self._shortlist.append((score, since, run.stamp, run))
         heapify(self._shortlist)
 
-    def _push(self, score: float, number: int, run: Any) -> None:
+    def _push(self, score: float, since: float, run: Any) -> None:
         run.stamp = self._num_stamps
         self._num_stamps += 1
-        heappush(self._shortlist, (score, number, run.stamp, run))
+        heappush(self._shortlist, (score, since, run.stamp, run))
         if len(self._shortlist) > 4 * len(self._runs):  # most of it is out of date
             self._shortlist.clear()
 
@@ -128,6 +126,6 @@ class Candidates:
         size = len(self._runs)
         self._runs += [None] * size
         self._free = list(range(2 * size - 1, size - 1, -1))
-        for name in ("_is_taken", "_row", "_since", "_ttl", "_interval", "_factor", "_number"):
+        for name in ("_is_taken", "_row", "_since", "_ttl", "_interval", "_factor"):
             array = getattr(self, name)
             setattr(self, name, np.concatenate([array, np.zeros_like(array)]))

@@ -43,6 +43,7 @@ PRIOR_EVENTS = 0.5
 STRENGTH = 10.0  # reuses that a class must have seen to outweigh the class above it
 BELIEF = 0.05  # hazard of what was declared over, as a share of all others', until experience says otherwise
 HEAVIEST = 20.0  # a record weighs at most so many mean ones
+AT_ONCE = 128  # closed records that are learned from together
 STATE_VERSION = 1
 
 
@@ -142,6 +143,8 @@ class HazardTable:
     def _note(self, record: int, weight: float, now: float, is_reuse: bool) -> None:
         age = now - float(self._since[record])
         self._closed.append((int(self._row[record]), weight, age, float(self._ttl[record]), is_reuse))
+        if len(self._closed) >= AT_ONCE:
+            self._learn()
 
     def _grow(self) -> None:
         size = len(self._row)
@@ -154,15 +157,20 @@ class HazardTable:
     # ---------------------------------------------------------------- what follows
 
     def refresh(self, now: float) -> None:
-        """Learn from what was closed, and compute the index anew. About 2 ms, and 100 ns a record."""
-        if self._closed:
-            rows, weights, ages, ttl, is_reuse = map(np.array, zip(*self._closed, strict=True))
-            self._closed.clear()
-            self.at_risk += _time_at_risk(rows, weights, ages, ttl)
-            is_late = ages > ttl
-            rows, ages = np.where(is_late, ENDED, rows), np.where(is_late, ages - ttl, ages)
-            np.add.at(self.events, (rows, buckets_of(ages)), weights * is_reuse)
+        """Compute the index from all that is known by now. About 1 ms, and 100 ns for each record that waits."""
+        self._learn()
         self.index = look_ahead(smoothed(self.events, self.at_risk + self._waiting_at_risk(now)))
+
+    def _learn(self) -> None:
+        """From what was closed."""
+        if not self._closed:
+            return
+        rows, weights, ages, ttl, is_reuse = map(np.array, zip(*self._closed, strict=True))
+        self._closed.clear()
+        self.at_risk += _time_at_risk(rows, weights, ages, ttl)
+        is_late = ages > ttl
+        rows, ages = np.where(is_late, ENDED, rows), np.where(is_late, ages - ttl, ages)
+        np.add.at(self.events, (rows, buckets_of(ages)), weights * is_reuse)
 
     def _waiting_at_risk(self, now: float) -> Floats:
         waiting = np.flatnonzero(self._weight)
@@ -173,6 +181,7 @@ class HazardTable:
 
     def state(self, now: float) -> dict[str, Any]:
         """What was learned so far, as JSON has it."""
+        self._learn()
         at_risk = self.at_risk + self._waiting_at_risk(now)
         used = np.flatnonzero(self.events.any(axis=1) | at_risk.any(axis=1)).tolist()
         return {
@@ -241,12 +250,14 @@ def _drawn_to(above: Floats, events: Floats, at_risk: Floats) -> Floats:
 
 def look_ahead(hazard: Floats) -> Floats:
     """For each row and bucket the best of P(reuse within T) / E[time until the reuse or T], over all edges T beyond."""
-    survival = np.exp(-hazard * WIDTHS)  # of a bucket
-    waited = -np.expm1(-hazard * WIDTHS) / hazard  # in it
-    index = np.empty_like(hazard)
-    for bucket in range(NUM_BUCKETS):
-        left = np.cumprod(survival[:, bucket:], axis=1)
-        time = waited[:, bucket:].copy()
-        time[:, 1:] *= left[:, :-1]
-        index[:, bucket] = ((1.0 - left) / np.cumsum(time, axis=1)).max(axis=1)
-    return index
+    hazard = np.ascontiguousarray(hazard.T)
+    reused = -np.expm1(-hazard * WIDTHS[:, None])  # in a bucket, of what enters it
+    waited = reused / hazard  # seconds in it
+    # Horizon by horizon, for all buckets before it at once: what is left of what stood there, its time, its best ratio.
+    left, time, index = np.ones_like(hazard), np.zeros_like(hazard), np.zeros_like(hazard)
+    for horizon in range(NUM_BUCKETS):
+        before = slice(0, horizon + 1)
+        time[before] += left[before] * waited[horizon]
+        left[before] *= 1.0 - reused[horizon]
+        np.maximum(index[before], (1.0 - left[before]) / time[before], out=index[before])
+    return np.ascontiguousarray(index.T)

@@ -34,7 +34,7 @@ from pagetable.memory.hazard import (
 )
 from pagetable.memory.hints import NO_HINTS, CacheHints
 
-GHOSTS = 10  # times as many blocks are remembered as there are
+GHOSTS = 5  # times as many blocks are remembered as there are
 WIDTH = 8  # bytes of a hash that are kept: they rank, and prove nothing
 MEMORY = 0.998  # of the share of sessions that go on from their very last block, at each that goes on
 SMOOTHING = 0.3  # of the interval between uses of what is shared
@@ -55,7 +55,6 @@ class Use:
         "new_row",
         "num_blocks",
         "num_new_tokens",
-        "number",
         "prefix_record",
         "prefix_row",
         "session",
@@ -63,8 +62,7 @@ class Use:
         "turn",
     )
 
-    def __init__(self, number: int, session: tuple[str | None, str] | None, hints: CacheHints) -> None:
-        self.number = number
+    def __init__(self, session: tuple[str | None, str] | None, hints: CacheHints) -> None:
         self.session = session
         self.hints = hints
         self.factor = 1.0  # of its blocks' scores, by priority
@@ -107,13 +105,30 @@ class Run:
         self.head = hashes[:WIDTH]
         self.hashes = bytearray(hashes)  # WIDTH bytes a block
         self.block_ids: list[int] = []  # of those that are here
-        self.branches: dict[int, int] = {}  # by depth, how many other runs that are here go on there
+        self.branches: dict[int, int] | None = None  # by depth, how many other runs that are here go on there
         self.last = last  # use
         self.last_at = last_at
         self.is_shared = False
         self.interval = math.inf  # between uses since it is shared, smoothed
         self.record = -1  # of the hazard table, once it is shared
         self.slot = self.stamp = -1  # among the candidates
+
+    def num_branches(self, depth: int) -> int:
+        """Runs here that go on from this one at a depth."""
+        return 0 if self.branches is None else self.branches.get(depth, 0)
+
+    def add_branch(self, depth: int) -> None:
+        """One more does."""
+        self.branches = self.branches or {}
+        self.branches[depth] = self.branches.get(depth, 0) + 1
+
+    def drop_branch(self, depth: int) -> None:
+        """One less does."""
+        assert self.branches is not None
+        self.branches[depth] -= 1
+        if not self.branches[depth]:
+            del self.branches[depth]
+            self.branches = self.branches or None
 
     @property
     def length(self) -> int:
@@ -173,7 +188,7 @@ class LHC:
             self.hazards.refresh(now)
             self._num_uses_at_refresh = self._num_uses + min(MOST, max(FEWEST, self._num_uses // 5))
         session = None if hints.session_id is None else (tenant, hints.session_id)
-        use = Use(self._num_uses, session, hints)
+        use = Use(session, hints)
         if hints.cache_priority is not None:
             use.factor = self._loudness(hints.cache_priority, tenant)
         path, rest = self._walk(_digests(hashes))
@@ -245,7 +260,7 @@ class LHC:
         if use.session is not None and tip.last.session is not None:
             return use.session == tip.last.session
         # One known continuation, that of the last turn, is what an answer in a last, partial block looks like.
-        return tip.branches.get(use.found, 0) + (rest is not None and not rest.block_ids) <= 1
+        return tip.num_branches(use.found) + (rest is not None and not rest.block_ids) <= 1
 
     def _reuse(self, last: Use, found: int, goes_on: bool, rest: Run | None, now: float) -> None:
         """The chain of the request `last` is used again up to block `found`. `rest` is what lies behind that."""
@@ -354,7 +369,7 @@ class LHC:
                 run = self._new_run(depth, before, digests[done * WIDTH :], use, self._now)
             assert run is not None
             if above is not None:
-                above.branches[depth] = above.branches.get(depth, 0) + 1
+                above.add_branch(depth)
             if not is_back:
                 self._take_in(run, block_ids[done:])
                 return
@@ -386,9 +401,10 @@ class LHC:
             del run.block_ids[num_blocks:]
             for block_id in rest.block_ids:
                 self._run_of[block_id] = rest
-            rest.branches = {at: num for at, num in run.branches.items() if at > depth}
-            run.branches = {at: num for at, num in run.branches.items() if at <= depth}
-            run.branches[depth] = run.branches.get(depth, 0) + 1
+            if run.branches is not None:
+                rest.branches = {at: num for at, num in run.branches.items() if at > depth} or None
+                run.branches = {at: num for at, num in run.branches.items() if at <= depth}
+            run.add_branch(depth)
             if run.slot >= 0:  # so its last block, now that of the rest, was idle
                 self._candidates.withdraw(run)
                 self._offer(rest)
@@ -466,18 +482,18 @@ class LHC:
         while True:
             run = self._candidates.first(now)
             use, end = run.last, run.start + len(run.block_ids)
-            if self._is_idle[run.block_ids[-1]] and end not in run.branches:
+            if self._is_idle[run.block_ids[-1]] and not run.num_branches(end):
                 break
             self._candidates.withdraw(run)  # it is in use again, or something hangs on it
-        stops = [run.start, *run.branches]
+        stops = [run.start, *(run.branches or ())]
         if end >= use.num_blocks > run.start:
             stops.append(use.num_blocks - 1)
         if use.found < end:
             stops.append(use.found)
         num = min(end - max(stops), GHOSTS * self._num_blocks)
-        self._quota = 1
-        while self._quota < num and self._is_idle[run.block_ids[-1 - self._quota]]:
-            self._quota += 1
+        if not self._is_idle[run.block_ids[-num]]:  # whoever uses a block uses all before it
+            num = next(i for i in range(1, num) if not self._is_idle[run.block_ids[-1 - i]])
+        self._quota = num
         self._victim = run
         self._forget_ghosts(self._num_ghosts + self._quota - GHOSTS * self._num_blocks)
         self._with_ghosts[run] = None
@@ -494,17 +510,15 @@ class LHC:
             return
         above = self._run_of[run.parent]
         assert above is not None
-        above.branches[run.start] -= 1
-        if not above.branches[run.start]:
-            del above.branches[run.start]
-            if above.block_ids[-1] == run.parent:
-                self._offer(above)
+        above.drop_branch(run.start)
+        if above.block_ids[-1] == run.parent:
+            self._offer(above)
 
     def _offer(self, run: Run) -> None:
         """A run's last block became idle, or its score has changed: make it a candidate if it can leave."""
         self._quota = 0
         end = run.start + len(run.block_ids)
-        if end in run.branches or not self._is_idle[run.block_ids[-1]]:
+        if run.num_branches(end) or not self._is_idle[run.block_ids[-1]]:
             self._candidates.withdraw(run)
             return
         use = run.last
@@ -516,7 +530,7 @@ class LHC:
             factor *= self._last_block_share
         interval = min(run.interval, 1e9) if run.is_shared else math.inf
         since = self._now if use.is_running else use.ended_at
-        self._candidates.offer(run, row, since, ttl, interval, factor, use.number, self._now)
+        self._candidates.offer(run, row, since, ttl, interval, factor, self._now)
 
     def __len__(self) -> int:
         return self._num_idle

@@ -2,6 +2,7 @@
 
 from pagetable.replay.blocks import Workload
 from pagetable.replay.cost import CostModel
+from pagetable.replay.hinting import with_ends
 from pagetable.replay.readers import Trace
 from pagetable.replay.replay import replay_cache, replay_timed
 from pagetable.replay.stats import trace_stats
@@ -20,4 +21,5 @@ __all__ = [
     "replay_timed",
     "synthesize",
     "trace_stats",
+    "with_ends",
 ]

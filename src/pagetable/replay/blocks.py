@@ -111,6 +111,7 @@ class TraceSequence:
     __slots__ = (
         "block_size",
         "block_table",
+        "cache_hints",
         "cache_salt",
         "num_cached_tokens",
         "num_output_tokens",
@@ -127,6 +128,7 @@ class TraceSequence:
         self.block_size = block_size
         self.num_prompt_tokens = request.num_prompt_tokens  # what the eviction policy is told
         self.num_output_tokens = request.num_output_tokens
+        self.cache_hints = request.hints
         self.block_table: list[int] = []
         self.num_cached_tokens = self.num_scheduled_tokens = 0
         self.cache_salt: str | None = None

@@ -14,19 +14,22 @@ from typing import Any
 
 import numpy as np
 
+from pagetable.memory.hints import NO_HINTS, CacheHints
 from pagetable.replay.files import open_packed, read_line, read_rest
 from pagetable.replay.trace import IntArray, TraceError, TraceRequest
 
 HEAD = 100  # records that tell the format and the block size
 MAX_TIME = 1e15  # thirty million years in seconds, thirty thousand in milliseconds
 MAX_TOKENS = 1 << 31  # of one request; more is a mistake, and would not fit into memory
+HINTS = ("end_session", "expected_idle_s", "cache_priority", "ttl_s")  # a record with one of them speaks to the cache
 FORMATS = """known formats, one JSON object a line (or a folder of WEKA sessions), plain or as .gz or .zst:
   mooncake  {"timestamp": ms, "input_length": .., "output_length": .., "hash_ids": [..]}    512 tokens a block,
             or as many as its "block_size" says, or as its lengths show
   qwen      the same with seconds, "chat_id", "parent_chat_id", "turn"                      16 tokens a block
   weka      {"block_size": 64, "requests": [{"t": seconds, "in": .., "out": .., "hash_ids": [..]}, ..]}, a session each
   tokens    {"prompt_token_ids": [..]}       and optionally "timestamp" (seconds), "output_length",
-  text      {"prompt": ".."} or {"messages": [..]}, needs a tokenizer     "output_token_ids", "session_id\""""
+  text      {"prompt": ".."} or {"messages": [..]}, needs a tokenizer     "output_token_ids", "session_id"
+  all but weka may have hints for the cache: "end_session", "expected_idle_s", "cache_priority", "ttl_s\""""
 
 Record = dict[str, Any]
 Encode = Callable[[str | list[Any]], list[int]]  # a prompt, or the messages of a chat, to tokens
@@ -173,12 +176,14 @@ class Reading:
 
 
 def _read_mooncake(record: Record, reading: Reading) -> Iterator[TraceRequest]:
+    session = _session(record)
     yield _hashed(
         record,
         reading,
         arrival=_time(record, "timestamp") / 1000,
         lengths=("input_length", "output_length"),
-        session=_session(record),
+        session=session,
+        hints=_hints(record, session),
     )
 
 
@@ -190,8 +195,15 @@ def _read_qwen(record: Record, reading: Reading) -> Iterator[TraceRequest]:
         raise TraceError(f"chat_id={chat!r} and parent_chat_id={parent!r} must be numbers or texts")
     # Only what came before is looked up, so no circle of parents can be followed round.
     roots[chat] = chat if parent in (-1, "-1", chat) else roots.get(parent, parent)
-    lengths = ("input_length", "output_length")
-    yield _hashed(record, reading, arrival=_time(record, "timestamp"), lengths=lengths, session=roots[chat])
+    named = _session(record)
+    yield _hashed(
+        record,
+        reading,
+        arrival=_time(record, "timestamp"),
+        lengths=("input_length", "output_length"),
+        session=roots[chat],
+        hints=_hints(record, roots[chat] if named is None else named),
+    )
 
 
 def _read_weka(record: Record, reading: Reading) -> Iterator[TraceRequest]:
@@ -325,7 +337,13 @@ def _fits(num_hashes: int, num_tokens: int, block_size: int) -> bool:
 
 
 def _hashed(
-    record: Record, reading: Reading, *, arrival: float, lengths: tuple[str, str], session: Any
+    record: Record,
+    reading: Reading,
+    *,
+    arrival: float,
+    lengths: tuple[str, str],
+    session: Any,
+    hints: CacheHints = NO_HINTS,
 ) -> TraceRequest:
     """A request whose prompt is known by the hashes of its blocks."""
     num_prompt_tokens, num_output_tokens = _count(record, lengths[0], least=1), _count(record, lengths[1])
@@ -335,7 +353,7 @@ def _hashed(
     if record.get("block_size", reading.block_size) != reading.block_size:
         raise TraceError(f"block_size={_shown(record['block_size'])}, before it was {reading.block_size}")
     reading.num_inconsistent += not _fits(len(hash_ids), num_prompt_tokens, reading.block_size or 1)
-    return TraceRequest(arrival, num_prompt_tokens, num_output_tokens, hash_ids, session=session)
+    return TraceRequest(arrival, num_prompt_tokens, num_output_tokens, hash_ids, session=session, hints=hints)
 
 
 def _plain(record: Record, token_ids: IntArray) -> TraceRequest:
@@ -347,13 +365,15 @@ def _plain(record: Record, token_ids: IntArray) -> TraceRequest:
     if output_token_ids is not None:
         num_output_tokens = len(output_token_ids)
     arrival = _time(record, "timestamp") if "timestamp" in record else 0.0
+    session = _session(record)
     return TraceRequest(
         arrival,
         len(token_ids),
         num_output_tokens,
         token_ids=token_ids,
         output_token_ids=output_token_ids,
-        session=_session(record),
+        session=session,
+        hints=_hints(record, session),
     )
 
 
@@ -362,6 +382,14 @@ def _session(record: Record) -> int | str | None:
     if not isinstance(session, int | str | None):
         raise TraceError(f"session_id={_shown(session)} must be a number or a text")
     return session
+
+
+def _hints(record: Record, session: int | str | None) -> CacheHints:
+    """What a record tells the cache. That it names a session is not enough: most traces do, and no client said it."""
+    given = {name: record[name] for name in HINTS if record.get(name) is not None}
+    if not given:
+        return NO_HINTS
+    return CacheHints(None if session is None else str(session), **given)
 
 
 def _count(record: Record, name: str, least: int = 0) -> int:

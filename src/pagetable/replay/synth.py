@@ -15,7 +15,7 @@ import heapq
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, chain, count, takewhile
+from itertools import accumulate, chain, count
 from random import Random
 from typing import Any, Protocol
 
@@ -87,7 +87,9 @@ class TraceShape:
             )
 
 
-def synthesize(shape: TraceShape, seed: int, format: str = "mooncake") -> Iterator[Record]:
+def synthesize(
+    shape: TraceShape, seed: int, format: str = "mooncake", *, session_ends: bool = False
+) -> Iterator[Record]:
     """The records of a trace, in order of time. The same shape and seed give the same ones, in either format.
 
     `mooncake`: `timestamp` in milliseconds, `input_length`, `output_length`, `hash_ids`, `session_id`, `turn`,
@@ -97,13 +99,15 @@ def synthesize(shape: TraceShape, seed: int, format: str = "mooncake") -> Iterat
 
     `tokens`: `timestamp` in seconds, `prompt_token_ids`, `output_token_ids`, `session_id`.
 
+    With `session_ends` each has `end_session` as well, true in the last one of its session. A session that the duration
+    cuts off has no end.
+
     Memory holds the live sessions and their contents, not what has passed. ValueError for an unknown format.
     """
     if format not in SYNTH_FORMATS:
         raise ValueError(f"format={format!r}: there are {', '.join(SYNTH_FORMATS)}")
     empty = _Hashes(shape.block_size, count()) if format == "mooncake" else _Tokens(shape.vocab_size)
-    turns = takewhile(lambda turn: turn.arrival <= shape.duration, _Synthesis(shape, seed, empty).turns())
-    return (turn.line.content.record(turn) for turn in turns)
+    return _Synthesis(shape, seed, empty).records(session_ends)
 
 
 # -------------------------------------------------------------------- who asks when
@@ -155,14 +159,19 @@ class _Synthesis:
         self._agent = _Role(shape.agent_turns, shape.tool_time, shape.tool_sigma, shape.fan_out)
         self._sub_agent = _Role(shape.sub_agent_turns, shape.tool_time, shape.tool_sigma)
 
-    def turns(self) -> Iterator[_Turn]:
+    def records(self, session_ends: bool) -> Iterator[Record]:
         """The turns of all sessions in order of time. A turn is written down before the one after it is asked for."""
         live: list[tuple[float, int, _Turn, Iterator[_Turn]]] = []
         for session, start in enumerate(chain(self._starts(), [math.inf])):
             while live and live[0][0] <= start:
-                _, number, turn, following = live[0]
-                yield turn
+                arrival, number, turn, following = live[0]
+                if arrival > self._shape.duration:
+                    return
+                record = turn.line.content.record(turn)
                 after = next(following, None)
+                if session_ends:
+                    record["end_session"] = after is None
+                yield record
                 if after is None:
                     heapq.heappop(live)
                 else:

@@ -6,13 +6,14 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from pagetable.engine import RequestError, SamplingParams, Scheduler, Sequence
 from pagetable.engine.step import Step
-from pagetable.memory import BlockManager, MissExplainer, check_block_size, events
+from pagetable.memory import EVICTION_POLICIES, BlockManager, CacheHints, MissExplainer, check_block_size, events
+from pagetable.memory.hints import LONGEST_TIME
 from pagetable.replay.blocks import SENTINEL, Workload
 from pagetable.replay.cost import CostModel
 from pagetable.replay.reuse import Access
@@ -93,7 +94,7 @@ class TimedReplay:
         self._manager = BlockManager(
             capacity,
             workload.block_size,
-            eviction_policy=policy,
+            eviction_policy=EVICTION_POLICIES[policy](capacity, workload.block_size, lambda: self.result.clock),
             events=MissExplainer(self._note, GHOSTS * capacity),
         )
         self._scheduler = Scheduler(
@@ -135,7 +136,12 @@ class TimedReplay:
             result.num_refused += 1
             return
         params = SamplingParams(temperature=0, max_tokens=max(1, request.num_output_tokens), ignore_eos=True, seed=0)
-        seq = Sequence(self._prompt(request, access), params, block_size=self._workload.block_size)
+        seq = Sequence(
+            self._prompt(request, access),
+            params,
+            block_size=self._workload.block_size,
+            cache_hints=self._hints(request.hints),
+        )
         try:
             self._scheduler.add(seq)
         except RequestError:
@@ -143,6 +149,14 @@ class TimedReplay:
             return
         arrival = request.arrival / self._speed
         self._running[seq.seq_id] = _Running(len(result.hits) - 1, arrival, self._output(request))
+
+    def _hints(self, hints: CacheHints) -> CacheHints:
+        """Hints with their times on the replay's clock."""
+        idle, ttl = (
+            None if seconds is None else min(LONGEST_TIME, seconds / self._speed)
+            for seconds in (hints.expected_idle_s, hints.ttl_s)
+        )
+        return replace(hints, expected_idle_s=idle, ttl_s=ttl)
 
     def _prompt(self, request: TraceRequest, access: Access) -> IntArray:
         """Tokens that are equal where the trace says so: each block is the number of its node, again and again."""

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from pagetable.memory.hints import NO_HINTS, CacheHints
+
 IntArray = NDArray[np.int32]
 
 
@@ -30,6 +32,7 @@ class TraceRequest:
     token_ids: IntArray | None = None
     output_token_ids: IntArray | None = None  # if the trace knows them
     session: Any = None  # requests with the same key belong together; None if the trace does not say
+    hints: CacheHints = NO_HINTS  # what its client told the cache
 
 
 class Grown:

@@ -103,19 +103,22 @@ def _shape_options(command: Command) -> Command:
     help="Hashes of blocks, or the tokens themselves.",
 )
 @click.option(
+    "--session-ends", is_flag=True, help="Say in each record whether its session ends there: a hint for the cache."
+)
+@click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, allow_dash=True, path_type=Path),
     default="-",
     help="File to write, packed if it ends in .gz or .zst.  [default: standard output]",
 )
-def synth(seed: int, format: str, output: Path, **numbers: Any) -> None:
+def synth(seed: int, format: str, session_ends: bool, output: Path, **numbers: Any) -> None:
     """Make a trace of chats and agents of a stated shape.
 
     Agents call tools in place of thinking, and some of their turns spawn sub-agents that go on side by side from all
     that the agent has so far. Lengths and times are log-normal, numbers of turns geometric.
     """
-    records = synthesize(TraceShape(**numbers), seed, format)
+    records = synthesize(TraceShape(**numbers), seed, format, session_ends=session_ends)
     with _writer(output) as write:
         for record in records:
             write(json.dumps(record).encode() + b"\n")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Annotated, Any
+from urllib.parse import unquote_to_bytes
 
-from fastapi import FastAPI, Request, Security
+from fastapi import FastAPI, Path, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
 from starlette.exceptions import HTTPException
@@ -13,6 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from pagetable import __version__
+from pagetable.serving import session_hints
 from pagetable.serving.access import Access, caller_of
 from pagetable.serving.chat_completions import ChatAnswer, conversation_tokens
 from pagetable.serving.completions import CompletionAnswer
@@ -29,9 +31,12 @@ from pagetable.serving.schema import (
     CompletionRequest,
     DetokenizedText,
     DetokenizeRequest,
+    EndedSession,
+    EndSessionRequest,
     ErrorBody,
     ModelCard,
     ModelList,
+    SessionId,
     TokenizeRequest,
     Tokens,
 )
@@ -67,6 +72,7 @@ def build_app(front: Front) -> FastAPI:
         dependencies=bearer,
     )
     _add_generation(app, front, access)
+    _add_sessions(app, front, access)
     _add_text(app, front)
     _add_models(app, front)
     _add_operations(app, front, access)
@@ -90,18 +96,34 @@ def _add_generation(app: FastAPI, front: Front, access: Access) -> None:
         return WholeAnswer(work.whole(), front.refuse)
 
     streamed: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
+    hints = {"parameters": session_hints.PARAMETERS}
 
-    @app.post("/v1/completions", response_model=Completion, responses=streamed)
+    @app.post("/v1/completions", response_model=Completion, responses=streamed, openapi_extra=hints)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on from one prompt or many."""
         salt = access.cache_salt(request, body.cache_salt)
         return answer(CompletionAnswer(front, body, salt, request.headers), body.stream)
 
-    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=streamed)
+    @app.post("/v1/chat/completions", response_model=ChatCompletion, responses=streamed, openapi_extra=hints)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation."""
         salt = access.cache_salt(request, body.cache_salt)
         return answer(ChatAnswer(front, body, salt, request.headers), body.stream)
+
+
+def _add_sessions(app: FastAPI, front: Front, access: Access) -> None:
+    @app.post("/v1/sessions/{session_id:path}/end", response_model=EndedSession)  # an id may have slashes
+    async def end_session(
+        session_id: Annotated[SessionId, Path()], request: Request, body: EndSessionRequest | None = None
+    ) -> Response:
+        """Nothing will follow in this session: its own idle blocks are evicted first. An unknown one has none."""
+        try:
+            unquote_to_bytes(request.scope["raw_path"]).decode()
+        except UnicodeDecodeError:  # what stands in its place would be one id for many
+            raise ApiError(400, "session_id is not UTF-8 when its %XX are read", param="session_id") from None
+        salt = access.cache_salt(request, None if body is None else body.cache_salt)
+        num_blocks = await front.engine.end_session(session_id, salt)
+        return json_response({"id": session_id, "object": "session", "ended_blocks": num_blocks})
 
 
 def _add_text(app: FastAPI, front: Front) -> None:

@@ -22,11 +22,14 @@ import numpy as np
 import zmq
 
 from pagetable.engine import RequestError, SamplingParams
+from pagetable.memory import CacheHints
+from pagetable.memory.hints import NO_HINTS
 from pagetable.serving.messages import (
     IDLE_REPORT_SECONDS,
     Abort,
     Delta,
     Done,
+    EndSession,
     EngineConfig,
     Failed,
     Message,
@@ -146,7 +149,7 @@ class EngineClient:
         self._reading: asyncio.Task[None] | None = None  # of what the engine pushes to us
         self._first: asyncio.Future[Ready | Failed] | None = None  # what the process says when it has loaded
         self._streams: dict[str, Stream] = {}
-        self._calls: dict[int, asyncio.Future[None]] = {}
+        self._calls: dict[int, asyncio.Future[Done]] = {}
         self._call_ids = count()
         self._num_open = 0  # answers of all open streams
         self._last_sign = time.monotonic()
@@ -338,6 +341,7 @@ class EngineClient:
         *,
         cache_salt: str | None = None,
         priority: int = 0,
+        cache_hints: CacheHints = NO_HINTS,
     ) -> Stream:
         """Hand the prompts of a request to the engine. QueueFullError or EngineDeadError if that cannot be.
 
@@ -355,7 +359,7 @@ class EngineClient:
                 f"{limit} are allowed; try again later"
             )
         data = [np.asarray(prompt, np.dtype("<i4")).tobytes() for prompt in prompts]
-        self._send(Submit(request_id, data, params, cache_salt, priority))
+        self._send(Submit(request_id, data, params, cache_salt, priority, cache_hints))
         self._streams[request_id] = stream
         self._num_open += stream.num_answers
         return stream
@@ -368,16 +372,23 @@ class EngineClient:
 
     async def reset_prefix_cache(self) -> None:
         """Forget every cached prefix."""
+        await self._call(ResetPrefixCache(next(self._call_ids)))
+
+    async def end_session(self, session_id: str, cache_salt: str | None) -> int:
+        """Nothing will follow in this session. Returns how many blocks of its own are evicted first."""
+        return (await self._call(EndSession(next(self._call_ids), session_id, cache_salt))).num_blocks
+
+    async def _call(self, message: ResetPrefixCache | EndSession) -> Done:
+        """Have it carried out. EngineDeadError if there is no engine, or if it dies meanwhile."""
         if self.ready is None:
             raise EngineDeadError
-        call_id = next(self._call_ids)
-        call = asyncio.get_running_loop().create_future()
-        self._calls[call_id] = call
+        call: asyncio.Future[Done] = asyncio.get_running_loop().create_future()
+        self._calls[message.call_id] = call
         try:
-            self._send(ResetPrefixCache(call_id))
-            await call
+            self._send(message)
+            return await call
         finally:
-            del self._calls[call_id]
+            del self._calls[message.call_id]
 
     @property
     def num_open(self) -> int:
@@ -404,7 +415,7 @@ class EngineClient:
             case Done():
                 call = self._calls.get(message.call_id)
                 if call is not None and not call.done():
-                    call.set_result(None)
+                    call.set_result(message)
             case Ready() | Failed():
                 if self._first is not None and not self._first.done():
                     self._first.set_result(message)

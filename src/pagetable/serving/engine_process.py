@@ -31,6 +31,7 @@ from pagetable.serving.messages import (
     Abort,
     Delta,
     Done,
+    EndSession,
     EngineConfig,
     EngineStats,
     Failed,
@@ -98,6 +99,9 @@ class EngineProcess:
                 case ResetPrefixCache():
                     self._llm.reset_prefix_cache()
                     self._send(Done(message.call_id))
+                case EndSession():
+                    num_blocks = self._llm.end_session(message.session_id, message.cache_salt)
+                    self._send(Done(message.call_id, num_blocks))
                 case Shutdown():
                     return False
         return True
@@ -108,7 +112,9 @@ class EngineProcess:
         try:
             for data in message.prompts:
                 prompt = {"prompt_token_ids": np.frombuffer(data, "<i4"), "cache_salt": message.cache_salt}
-                request = self._engine.make_request(prompt, message.params, priority=message.priority)
+                request = self._engine.make_request(
+                    prompt, message.params, priority=message.priority, cache_hints=message.cache_hints
+                )
                 self._engine.add_request(request)
                 request.news = self._news
                 requests.append(request)
@@ -236,6 +242,7 @@ def main() -> None:
     gc.collect()
     gc.freeze()  # blocks live as long as the process: no collection needs to walk them
     EngineProcess(llm, inbox, outbox, publisher).run()
+    llm.close()  # it writes what the eviction policy has learned
     if publisher is not None:
         publisher.close()
     context.destroy(linger=1000)

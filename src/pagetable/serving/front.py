@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from starlette.datastructures import Headers
 
 from pagetable.engine import RequestError, SamplingParams
+from pagetable.memory import CacheHints
 from pagetable.serving.engine_client import EngineClient, EngineDeadError
 from pagetable.serving.errors import ApiError, as_api_error
 from pagetable.serving.logs import log_refusal, log_request
@@ -45,6 +46,7 @@ class Job:
     params: SamplingParams
     cache_salt: str | None
     priority: int
+    cache_hints: CacheHints
     texts: Sequence[Any]  # the prompts as they were given, texts or token ids; for the log, if it may show them
     param: str  # the field that the prompts come from
 
@@ -142,7 +144,12 @@ class Front:
         try:
             self._check_length(job)
             stream = self.engine.submit(
-                record.request_id, job.prompts, job.params, cache_salt=job.cache_salt, priority=job.priority
+                record.request_id,
+                job.prompts,
+                job.params,
+                cache_salt=job.cache_salt,
+                priority=job.priority,
+                cache_hints=job.cache_hints,
             )
             async with aclosing(stream.deltas()) as news:
                 async for deltas in news:

@@ -18,6 +18,7 @@ from pagetable.serving.messages import Delta
 from pagetable.serving.record import RequestRecord
 from pagetable.serving.responses import event
 from pagetable.serving.schema import GenerationRequest, Usage
+from pagetable.serving.session_hints import cache_hints
 
 Body = TypeVar("Body", bound=GenerationRequest)
 Choice = dict[str, Any]
@@ -77,6 +78,7 @@ class Generation(ABC, Generic[Body]):
     async def _job(self) -> Job:
         front, body = self._front, self._body
         model = front.served_model(body.model)
+        hints = cache_hints(body, self._headers)
         prompts, params, texts = await self._read()
         record = RequestRecord(
             request_id=self._id,
@@ -91,7 +93,7 @@ class Generation(ABC, Generic[Body]):
             client_request_id=client_request_id(self._headers),
             trace_headers=self._front.trace_headers(self._headers),
         )
-        return Job(record, prompts, params, self._cache_salt, body.priority, texts, self.PARAM)
+        return Job(record, prompts, params, self._cache_salt, body.priority, hints, texts, self.PARAM)
 
     def _envelope(self, job: Job, kind: str) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": job.record.model}

@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from pagetable.engine import SamplingParams, StepStats
-from pagetable.memory import CacheStats
+from pagetable.memory import CacheHints, CacheStats
+from pagetable.memory.hints import NO_HINTS
 from pagetable.serving.kv_events import KVEventsConfig
 
 
@@ -44,6 +45,7 @@ class Submit(Message):
     params: SamplingParams
     cache_salt: str | None = None
     priority: int = 0
+    cache_hints: CacheHints = NO_HINTS  # the same for all prompts and answers
 
 
 class Abort(Message):
@@ -58,11 +60,19 @@ class ResetPrefixCache(Message):
     call_id: int
 
 
+class EndSession(Message):
+    """Nothing will follow in this session. Say `Done` with the same id, and how many blocks are evicted first."""
+
+    call_id: int
+    session_id: str
+    cache_salt: str | None = None
+
+
 class Shutdown(Message):
     """End now."""
 
 
-ToEngine = Submit | Abort | ResetPrefixCache | Shutdown
+ToEngine = Submit | Abort | ResetPrefixCache | EndSession | Shutdown
 
 # -------------------------------------------------------------------- to the front
 
@@ -87,6 +97,7 @@ class Done(Message):
     """A call was carried out."""
 
     call_id: int
+    num_blocks: int = 0  # of the session that `EndSession` ended
 
 
 class Refused(Message):

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from pagetable.engine.sampling_params import MAX_INT32, MAX_LOGPROBS
+from pagetable.memory.hints import LONGEST_SESSION_ID, LONGEST_TIME
 
 _MAX_FIELDS = 100
 _FIRST_FAULT = Field(fail_fast=True)
@@ -22,6 +23,9 @@ Text = Annotated[str, Field(max_length=1 << 24)]  # a str with a limit may not h
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT32)]
 TokenIds = Annotated[list[TokenId], _FIRST_FAULT, Field(max_length=1 << 20)]
 JsonObjects = Annotated[list[dict[str, Any]], _FIRST_FAULT]
+CacheSalt = Annotated[str, Field(min_length=1, max_length=1024)]
+SessionId = Annotated[str, Field(min_length=1, max_length=LONGEST_SESSION_ID)]
+Seconds = Annotated[float, Field(ge=0, le=LONGEST_TIME, allow_inf_nan=False)]
 
 _MAX_PROMPTS = Field(max_length=4096)
 
@@ -82,10 +86,17 @@ class GenerationRequest(_Body):
     stop_token_ids: Annotated[TokenIds, Field(max_length=256)] | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    cache_salt: str | None = Field(
-        None, min_length=1, max_length=1024, description="Cached prefixes are shared only with equal salts."
-    )
+    cache_salt: CacheSalt | None = Field(None, description="Cached prefixes are shared only with equal salts.")
     priority: int = Field(0, ge=-(2**31), le=MAX_INT32, description="Lower goes first, under the policy `priority`.")
+
+    # Ours: hints to the cache.
+    session_id: SessionId | None = Field(None, description="Requests with the same one, and the same salt, belong together.")
+    end_session: bool = Field(False, description="Nothing will follow this request in its session.")
+    expected_idle_s: Seconds | None = Field(None, description="Seconds until the session's next request, about.")
+    cache_priority: int | None = Field(
+        None, ge=0, le=100, description="Worth of what is cached next to the same salt's other requests; 50 is normal."
+    )
+    ttl_s: Seconds | None = Field(None, description="Seconds after which nothing will follow any more.")
 
     # Allowed at the value that means "off" only.
     presence_penalty: float | None = _off(0)
@@ -154,6 +165,12 @@ class ChatCompletionRequest(GenerationRequest):
     tools: JsonObjects | None = _off([])
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: bool | None = None
+
+
+class EndSessionRequest(_Body):
+    """Body of POST /v1/sessions/{session_id}/end."""
+
+    cache_salt: CacheSalt | None = Field(None, description="The salt of the session's requests.")
 
 
 class TokenizeRequest(_Body):
@@ -289,6 +306,14 @@ class ModelList(TypedDict):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class EndedSession(TypedDict):
+    """Answer of /v1/sessions/{session_id}/end."""
+
+    id: str
+    object: Literal["session"]
+    ended_blocks: int
 
 
 class Tokens(TypedDict):

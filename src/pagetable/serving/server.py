@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import resource
 import signal
 import socket
 import sys
 import time
 from contextlib import nullcontext, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import uvicorn
@@ -50,6 +52,7 @@ def serve(settings: ServerSettings) -> None:
     configure_logging(settings.log_level, settings.log_format)
     for warning in settings.warnings():
         logger.warning(warning)
+    _check_eviction_state(settings.eviction_state)
     _allow_many_connections()
     with _listener(settings.host, settings.port) as listener:  # a port that is taken is found before a model is loaded
         factory = Config(app="", loop="auto").get_loop_factory()
@@ -181,6 +184,12 @@ def _kv_events(settings: ServerSettings) -> KVEventsConfig | None:
         return None
     config = KVEventsConfig.parse(settings.kv_events_config)
     return config if config.publishes else None
+
+
+def _check_eviction_state(path: str | None) -> None:
+    """ValueError for a file that cannot be written: better now than when the server ends."""
+    if path is not None and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK | os.X_OK)):
+        raise ValueError(f"eviction_state={path[:200]!r} cannot be written: name a file in a folder that is there")
 
 
 def _http_protocol(settings: ServerSettings) -> type[BoundedHttp]:

@@ -111,6 +111,9 @@ class ServerSettings:
     )
     enable_prefix_caching: bool = _cache(True, "Share equal prefixes.")
     eviction_policy: str = _cache("lru", "What is forgotten first.", choices=tuple(sorted(EVICTION_POLICIES)))
+    eviction_state: str | None = _cache(
+        None, "File in which the policy lhc keeps what it has learned, across restarts.", shown="not kept"
+    )
     scheduling_policy: str = _cache("fcfs", "Who goes first.", choices=tuple(sorted(SCHEDULING_POLICIES)))
     max_num_seqs: int = _cache(128, "Sequences that run at once.", low=1)
     max_num_batched_tokens: int | None = _cache(None, "Tokens a step.", low=1, shown="512 on a CPU, 8192 on a GPU")
@@ -165,6 +168,7 @@ class ServerSettings:
             _check_range(name, getattr(self, name))
         check_block_size(self.block_size)
         self._check_model()
+        self._check_eviction_state()
         self._check_server()
         self._check_access()
 
@@ -177,6 +181,15 @@ class ServerSettings:
             raise ValueError(f"kv_cache_memory={memory}: a share of free memory is more than 0 and at most 1")
         if memory is not None and (parse_bytes(memory) if isinstance(memory, str) else memory) <= 0:
             raise ValueError(f"kv_cache_memory={memory!r}: it must be more than nothing")
+
+    def _check_eviction_state(self) -> None:
+        if self.eviction_state == "":
+            raise ValueError("eviction_state='': it must name a file")
+        if self.eviction_state is not None and self.eviction_policy != "lhc":
+            raise ValueError(
+                f"eviction_state={self.eviction_state[:80]!r} is for the policy lhc, the only one that learns, and "
+                f"eviction_policy={self.eviction_policy!r}: set that to lhc, or leave eviction_state out"
+            )
 
     def _check_server(self) -> None:
         if not re.fullmatch(r"[!-~]+", self.host):
