@@ -294,6 +294,7 @@ def find_contestants(options: argparse.Namespace, model: Path, folder: Path) -> 
     found = [
         Contestant(OURS, own, "pagetable", model, PARTS),
         Contestant(INVARIANT, own, "pagetable", model, ("W1",), {"batch_invariant": True}),
+        Contestant("pagetable, lru", own, "pagetable", model, ("W1", "W2", "W3"), {"eviction_policy": "lru"}),
     ]
     if python := options.peer_openvino:
         write_gguf(model, folder / "float16.gguf", "float16")

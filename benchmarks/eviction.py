@@ -29,7 +29,7 @@ from pagetable.memory import EVICTION_POLICIES
 from pagetable.replay.blocks import Workload
 from pagetable.replay.cache_replay import CacheReplay
 from pagetable.replay.cost import DEFAULT_COST
-#from pagetable.replay.hinting import with_ends
+from pagetable.replay.hinting import with_ends
 from pagetable.replay.readers import Trace
 from pagetable.replay.replay import analyse
 from pagetable.replay.reuse import Access
@@ -201,7 +201,7 @@ def blocks(report: Report, path: Path, folder: str) -> None:
     small = Workload(Trace(small_path))
     num_large = analyse(large).reuse.num_nodes
     table = Table(
-        f"{path.name}: the same memory in blocks of {large.block_size} and {small.block_size} tokens; hits, % of tokens",
+        f"{path.name}: the same memory in blocks of {large.block_size} and {small.block_size} tokens; % of tokens hit",
         ["", *(f"{share:.0%}" for share in SHARES)],
     )
     for policy in ("lru", "lhc"):

@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from pagetable.memory import BlockManager
+from pagetable.memory import BlockManager, CacheHints
+from pagetable.memory.hints import NO_HINTS
 
 
 @dataclass(eq=False)
@@ -13,6 +14,7 @@ class PlainSequence:
     block_table: list[int] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_scheduled_tokens: int = 0
+    cache_hints: CacheHints = NO_HINTS
 
     def __len__(self) -> int:
         return len(self.token_ids)

@@ -6,13 +6,16 @@ import random
 from collections import Counter
 from collections.abc import Iterator
 
-from pagetable.memory import BlockManager
+from pagetable.memory import BlockManager, CacheHints
+from pagetable.memory.hints import NO_HINTS
 from tests.memory.plain_sequence import PlainSequence
 
 
-def serve(manager: BlockManager, token_ids: list[int]) -> int:
+def serve(
+    manager: BlockManager, token_ids: list[int], hints: CacheHints = NO_HINTS, cache_salt: str | None = None
+) -> int:
     """One request from admission to its end, without checks; returns the number of blocks that it hit."""
-    seq = PlainSequence(token_ids, manager.block_size)
+    seq = PlainSequence(token_ids, manager.block_size, cache_salt, cache_hints=hints)
     hits = manager.can_allocate(seq)
     manager.allocate(seq, hits)
     seq.num_scheduled_tokens = seq.num_tokens - seq.num_cached_tokens
@@ -49,6 +52,10 @@ class RequestStream:
             act()
             yield
 
+    def made(self, token_ids: list[int]) -> PlainSequence:
+        """A new request."""
+        return PlainSequence(token_ids, self.manager.block_size)
+
     def finish_all(self) -> None:
         """Let all that run finish where they are."""
         while self.running:
@@ -72,12 +79,14 @@ class RequestStream:
         if comes_back:
             seq = self.preempted.pop(0)
         else:
-            seq = PlainSequence(self._branch() if self.rng.random() < 0.5 else self._known(), self.manager.block_size)
+            seq = self.made(self._branch() if self.rng.random() < 0.5 else self._known())
         hits = self.manager.can_allocate(seq)
         if hits < 0:
             self.counts["refused"] += 1
             if comes_back and seq.num_blocks <= len(self.manager.blocks):
                 self.preempted.append(seq)
+            elif comes_back:  # it has grown too long
+                self.manager.deallocate(seq)
             return
         if hits and seq.num_blocks <= len(self.manager.free_block_ids) and self.rng.random() < 0.15:
             hits = self.rng.randrange(hits)  # whoever admits need not take all that is cached

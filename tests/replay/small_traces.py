@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from pagetable.memory import EVICTION_POLICIES, CacheHints
+from pagetable.memory.eviction import LRU
 from pagetable.replay.blocks import Workload
 from pagetable.replay.cache_replay import CacheReplay, CacheResult
 from pagetable.replay.readers import Trace
@@ -67,6 +71,34 @@ def play(workload: Workload, policy: str, capacity: int, *, check: bool = False)
     for request, access in workload:
         replay.serve(request, access)
     return replay.finish()
+
+
+class Listener(LRU):
+    """A policy that writes down what it is told, and when."""
+
+    def __init__(self, num_blocks: int, block_size: int, clock: Callable[[], float]) -> None:
+        super().__init__(num_blocks, block_size, clock)
+        self.num_blocks, self.block_size, self.clock = num_blocks, block_size, clock
+        self.begun: list[tuple[float, int, CacheHints]] = []  # seconds, tokens, hints
+        self.ended: list[tuple[float, int]] = []  # seconds, tokens of the answer
+
+    def begin(self, hashes: Sequence[bytes], num_tokens: int, hints: CacheHints, tenant: str | None) -> None:
+        self.begun.append((self.clock(), num_tokens, hints))
+
+    def end(self, use: None, num_blocks: int, num_output_tokens: int) -> None:
+        self.ended.append((self.clock(), num_output_tokens))
+
+
+def listen(monkeypatch: pytest.MonkeyPatch) -> list[Listener]:
+    """Makes "listener" a policy. The list gets each that a replay makes."""
+    made: list[Listener] = []
+
+    def make(num_blocks: int, block_size: int, clock: Callable[[], float]) -> Listener:
+        made.append(Listener(num_blocks, block_size, clock))
+        return made[-1]
+
+    monkeypatch.setitem(EVICTION_POLICIES, "listener", make)
+    return made
 
 
 def reuse_of(workload: Workload) -> Reuse:

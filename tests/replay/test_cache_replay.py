@@ -16,6 +16,7 @@ import torch
 
 from pagetable import LLM, RequestError, SamplingParams
 from pagetable.memory import EVICTION_POLICIES, Block, InvariantError
+from pagetable.memory.hints import NO_HINTS, CacheHints
 from pagetable.memory.lhc import LHC
 from pagetable.replay.blocks import Workload
 from pagetable.replay.cache_replay import CacheReplay, CacheResult
@@ -24,6 +25,7 @@ from tests.replay.plain_caches import PlainLRU, Prefix
 from tests.replay.small_traces import (
     Record,
     hashed_workload,
+    listen,
     mooncake,
     play,
     random_chats,
@@ -238,6 +240,69 @@ def test_blocks_lived_from_their_storing_to_their_eviction(tmp_path: Path) -> No
 def test_a_block_that_is_computed_again_and_kept_has_not_been_evicted(tmp_path: Path) -> None:
     result = play(token_workload(tmp_path, [tokens(0, [1] * 8), tokens(5, [1] * 8)], 4), "lru", 4)
     assert (result.evictions, lifetimes_of(result)) == (0, [])
+
+
+# ---------------------------------------------------------------- what the policy is told
+
+
+def test_a_policy_is_told_tokens_and_hints_by_the_clock_of_the_trace(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = listen(monkeypatch)
+    records = [
+        mooncake(0, 1, 2, input_length=700, output_length=30),
+        mooncake(90, 1, 2, 3, input_length=1100, output_length=0, session_id="s", ttl_s=60),
+    ]
+    play(Workload(Trace(write_trace(tmp_path / "trace.jsonl", records))), "listener", 8)
+    play(
+        token_workload(tmp_path, [tokens(0, range(9)), {**tokens(3, range(5), length=7), "ttl_s": 4}], 4), "listener", 8
+    )
+    hashed, plain = made
+    assert (hashed.num_blocks, hashed.block_size) == (9, 512)  # one is for the sentinel
+    assert hashed.begun == [(0, 700, NO_HINTS), (90, 1100, CacheHints("s", ttl_s=60))]
+    assert hashed.ended == [(0, 30), (90, 0)]
+    assert (plain.num_blocks, plain.block_size) == (8, 4)
+    assert plain.begun == [(0, 9, NO_HINTS), (3, 5, CacheHints(ttl_s=4))]
+    assert plain.ended == [(0, 1), (3, 7)]
+
+
+def told(records: list[Record], *ends: bool) -> list[Record]:
+    """Each a session of its own, the last request of which it may say that it is."""
+    return [
+        {**record, "session_id": i, "end_session": is_end}
+        for i, (record, is_end) in enumerate(zip(records, ends, strict=True))
+    ]
+
+
+@every_policy
+@pytest.mark.parametrize("kind", ["hashes", "tokens"])
+def test_the_blocks_of_a_session_that_has_ended_leave_before_all_others(policy: str, kind: str, tmp_path: Path) -> None:
+    paths = [(1, 2), (3, 4), (5, 6), (1, 2)]  # the third takes two of four blocks
+    if kind == "hashes":
+        records = [mooncake(10 * i, *path) for i, path in enumerate(paths)]
+    else:
+        records = [tokens(10 * i, [*([path[0]] * 4), *([path[1]] * 4)]) for i, path in enumerate(paths)]
+    records[3] = {**records[3], "timestamp": records[3]["timestamp"] + 1}
+
+    def hits_of(*ends: bool) -> list[int]:
+        workload = (
+            Workload(Trace(write_trace(tmp_path / "trace.jsonl", told(records, *ends))))
+            if kind == "hashes"
+            else token_workload(tmp_path, told(records, *ends), 4)
+        )
+        return play(workload, policy, 4, check=True).hits
+
+    found = 2 if kind == "hashes" else 1  # of tokens the last one has to be computed
+    assert hits_of(False, True, False, False) == [0, 0, 0, found]
+    assert hits_of(True, False, False, False) == [0, 0, 0, 0]
+
+
+@every_policy
+def test_what_another_session_has_used_is_not_left_with_the_one_that_ends(policy: str, tmp_path: Path) -> None:
+    paths = [(1, 2), (3, 4), (1, 5), (1, 6), (1, 7)]
+    records = told([mooncake(i, *path) for i, path in enumerate(paths)], False, False, True, False, False)
+    workload = Workload(Trace(write_trace(tmp_path / "trace.jsonl", records)))
+    assert play(workload, policy, 5, check=True).hits == [0, 0, 1, 1, 1]
 
 
 # ---------------------------------------------------------------- replay and engine agree

@@ -273,7 +273,7 @@ def test_steps_that_cost_nothing_take_no_time(trace: str, tmp_path: Path) -> Non
     [
         (("--policy", "fifo"), "'fifo'"),
         (("--policy", "lru,,LRU"), "'LRU'"),
-        (("--policy", ","), "choose among lhc, lru"),
+        (("--policy", ","), "choose among lru"),
         (("--capacity", ","), "no capacity is given"),
         (("--capacity", "lots"), "'lots'"),
         (("--capacity", "5%,-1"), "'-1'"),

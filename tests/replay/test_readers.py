@@ -524,7 +524,13 @@ def hints_of(folder: Path, *records: Record) -> list[CacheHints]:
 
 @hinting_format
 def test_a_record_may_tell_the_cache_what_its_client_knows(kind: str, tmp_path: Path) -> None:
-    told_by = {"session_id": "s", "end_session": True, "expected_idle_s": 1.5, "cache_priority": 70, "ttl_s": 60}
+    told_by: Record = {
+        "session_id": "s",
+        "end_session": True,
+        "expected_idle_s": 1.5,
+        "cache_priority": 70,
+        "ttl_s": 60,
+    }
     plain = ONE_BLOCK[kind]
     (hints,) = hints_of(tmp_path, {**plain, **told_by})
     assert hints == CacheHints("s", True, 1.5, 70, 60)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from pagetable.memory.hints import NO_HINTS
 from pagetable.replay.readers import Trace
 from pagetable.replay.synth import TraceShape, synthesize
 from pagetable.replay.trace import PrefixTree
@@ -306,6 +307,23 @@ def test_a_share_of_the_turns_fans_out():
     assert num_turns(0.4) == pytest.approx(300 * (6 + 5 * 0.4 * 3), rel=0.1)  # after any turn but the last
 
 
+@pytest.mark.parametrize("format", ["mooncake", "tokens"])
+def test_only_the_last_record_of_a_session_ends_it(format):
+    records = list(synthesize(AGENTS, 0, format, session_ends=True))
+    for turns in by_session(records).values():
+        assert [record["end_session"] for record in turns] == [False] * (len(turns) - 1) + [True]
+    bare = [{name: value for name, value in record.items() if name != "end_session"} for record in records]
+    assert bare == list(synthesize(AGENTS, 0, format))
+
+
+def test_a_session_that_the_duration_cuts_off_has_no_end():
+    whole = list(synthesize(SMALL, 0, session_ends=True))
+    duration = whole[len(whole) // 2]["timestamp"] / 1000
+    cut = list(synthesize(replace(SMALL, duration=duration), 0, session_ends=True))
+    assert cut == whole[: len(cut)]
+    assert 0 < sum(record["end_session"] for record in cut) < len(by_session(cut))
+
+
 # -------------------------------------------------------------------- files
 
 
@@ -344,6 +362,15 @@ def test_written_tokens_are_read_as_they_were_made(tmp_path):
         assert request.output_token_ids.tolist() == record["output_token_ids"]
         assert request.session == record["session_id"]
     assert found.num_out_of_order == 0
+
+
+def test_written_ends_are_read_as_hints(tmp_path):
+    run("synth", "--sessions", 5, "--session-ends", "-o", tmp_path / "trace.jsonl")
+    requests = list(Trace(tmp_path / "trace.jsonl"))
+    assert {request.hints.session_id for request in requests} == set("01234")
+    assert sum(request.hints.end_session for request in requests) == 5
+    run("synth", "--sessions", 5, "-o", tmp_path / "trace.jsonl")
+    assert {request.hints for request in Trace(tmp_path / "trace.jsonl")} == {NO_HINTS}
 
 
 def test_packed_files_hold_what_the_standard_output_gets_and_are_the_same_each_time(tmp_path):

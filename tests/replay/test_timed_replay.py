@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from pagetable.memory import EVICTION_POLICIES
+from pagetable.memory import EVICTION_POLICIES, CacheHints
+from pagetable.memory.hints import NO_HINTS
 from pagetable.replay.blocks import Workload
 from pagetable.replay.cost import CostModel
 from pagetable.replay.readers import Trace
@@ -18,6 +19,7 @@ from pagetable.replay.timed_replay import Limits, TimedReplay, TimedResult
 from pagetable.replay.trace import TraceError
 from tests.replay.small_traces import (
     Record,
+    listen,
     mooncake,
     play,
     qwen,
@@ -259,6 +261,75 @@ def test_a_prompt_that_can_never_fit_is_refused_and_counts_as_missed(tmp_path: P
 def test_a_trace_of_which_nothing_fits_ends(tmp_path: Path) -> None:
     result = run_tokens(tmp_path, [tokens(i, range(9)) for i in range(3)], capacity=2)
     assert (result.num_refused, result.num_steps, result.busy, result.waste) == (3, 0, 0, 0)
+
+
+# ---------------------------------------------------------------- what the policy is told
+
+
+def test_a_policy_is_told_tokens_and_hints_by_the_clock_of_the_replay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    made = listen(monkeypatch)
+    hinted = {"session_id": 7, "expected_idle_s": 60}
+    run_tokens(
+        tmp_path,
+        [tokens(0, range(8), length=3), {**tokens(1, different(50, 9), length=2), **hinted}],
+        policy="listener",
+        max_num_seqs=1,
+    )
+    (policy,) = made
+    assert (policy.num_blocks, policy.block_size) == (16, 4)
+    assert policy.begun == [(0, 8, NO_HINTS), (3, 9, CacheHints("7", expected_idle_s=60))]  # when it had a place
+    assert policy.ended == [(3, 3), (5, 2)]
+
+
+def test_of_hashes_it_is_told_tokens_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = listen(monkeypatch)
+    records = [mooncake(0, 1, 2, input_length=700, output_length=30), mooncake(90, 1, 2, 3, input_length=1100)]
+    for block_size in (512, 1024):
+        workload = Workload(Trace(write_trace(tmp_path / "trace.jsonl", records)), block_size)
+        run(workload, 8, policy="listener")
+        policy = made.pop()
+        assert policy.block_size == block_size
+        assert policy.begun == [(0, 700, NO_HINTS), (90, 1100, NO_HINTS)]
+        assert policy.ended == [(30, 30), (91, 1)]
+
+
+def test_who_is_preempted_begins_and_ends_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = listen(monkeypatch)
+    records = [tokens(0, different(50 * i, 4), length=12) for i in range(2)]
+    assert run_tokens(tmp_path, records, capacity=4, policy="listener").preemptions > 0
+    assert [begun[1:] for begun in made[0].begun] == [(4, NO_HINTS)] * 2
+    assert [num_output_tokens for _, num_output_tokens in made[0].ended] == [12, 12]
+
+
+def test_times_of_hints_go_as_fast_as_the_requests_come(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    made = listen(monkeypatch)
+    hinted = {"session_id": "s", "expected_idle_s": 60, "ttl_s": 1e9, "cache_priority": 70}
+    for speed in (2, 0.5):
+        run_tokens(tmp_path, [{**tokens(0, range(8)), **hinted}], policy="listener", speed=speed)
+    fast, slow = (policy.begun[0][2] for policy in made)
+    assert fast == CacheHints("s", False, 30, 70, 5e8)
+    assert slow == CacheHints("s", False, 120, 70, 1e9)  # no more can be said
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+@pytest.mark.parametrize("kind", ["hashes", "tokens"])
+def test_the_blocks_of_a_session_that_has_ended_leave_before_all_others(policy: str, kind: str, tmp_path: Path) -> None:
+    def hits_of(*ends: bool) -> list[int]:
+        hints = [{"session_id": i, "end_session": is_end} for i, is_end in enumerate(ends)]
+        if kind == "hashes":
+            paths = [(1, 2), (3, 4), (5, 6), (1, 2, 7)]
+            records = [mooncake(10 * i, *path, **hints[i]) for i, path in enumerate(paths)]
+            workload = Workload(Trace(write_trace(tmp_path / "trace.jsonl", records)))
+        else:
+            prompts = [[1] * 8, [2] * 8, [3] * 8, [1] * 9]
+            records = [{**tokens(10 * i, prompt), **hints[i]} for i, prompt in enumerate(prompts)]
+            workload = token_workload(tmp_path, records, 4)
+        return run(workload, 4, policy=policy).hits
+
+    assert hits_of(False, True, False, False) == [0, 0, 0, 2]
+    assert hits_of(True, False, False, False) == [0, 0, 0, 0]
 
 
 # ---------------------------------------------------------------- what is refused

@@ -112,3 +112,9 @@ def running_server(model: str | Path, *arguments: str, env: dict[str, str] | Non
             server.stop()
         finally:
             process.kill()
+
+
+def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """`pagetable serve` with these arguments, which do not let it start."""
+    command = [sys.executable, "-m", "pagetable", "serve", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60)

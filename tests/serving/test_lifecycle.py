@@ -5,8 +5,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -16,7 +14,7 @@ import httpx
 import pytest
 
 from tests.serving.conftest import CACHE
-from tests.serving.running import RunningServer, running_server
+from tests.serving.running import RunningServer, run_serve, running_server
 
 LONG = {"model": "tiny", "prompt": "go on", "max_tokens": 1500, "ignore_eos": True, "temperature": 0}
 
@@ -139,11 +137,6 @@ def test_the_engine_does_not_outlive_a_server_that_is_killed(tiny_model: Path):
                 return
             time.sleep(0.05)
         raise AssertionError("the engine still runs")
-
-
-def run_serve(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pagetable", "serve", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
 def test_what_keeps_a_server_from_starting_is_one_line(tiny_model: Path, tmp_path: Path):

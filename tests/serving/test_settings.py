@@ -405,6 +405,10 @@ def test_a_key_in_the_environment_or_a_file_does_not_warn(
         ({"threads": 0}, "threads"),
         ({"gpu_memory_utilization": 1.1}, "gpu_memory_utilization"),
         ({"eviction_policy": "whim"}, "eviction_policy"),
+        ({"eviction_state": "file", "eviction_policy": "lru"}, "eviction_state='file' is for the policy lhc.*='lru'"),
+        ({"eviction_state": "file", "eviction_policy": "arc"}, "eviction_policy='arc'"),
+        ({"eviction_state": "", "eviction_policy": "lhc"}, "eviction_state=''"),
+        ({"eviction_state": 5, "eviction_policy": "lhc"}, "eviction_state='5': it must be a text"),
         ({"scheduling_policy": "whim"}, "scheduling_policy"),
     ],
 )

@@ -227,7 +227,6 @@ class BlockManager:
             published += 1
         if found:
             self.eviction_policy.access(found)
-            self._sessions.note_hit(chain.session, found)
         if added:  # behind all that was found: what is new has no child that is not
             first = published - len(added)
             above = seq.block_table[first - 1] if first else None
@@ -262,6 +261,7 @@ class BlockManager:
         if owner.content != content or owner.parent != parent:
             return False
         self._use([owner_id])
+        self._sessions.note_hit(chain.session, [owner_id])
         if i >= chain.num_accessed:
             found.append(owner_id)
         table[i] = owner_id
@@ -276,10 +276,10 @@ class BlockManager:
         In reverse order, so that the deepest block is the first to be evicted: a chain without its head is worthless.
         """
         chain = self._chain(seq)
-        use, chain.use = chain.use, None
-        is_known = use is not None and chain.generation == self._generation
+        is_known = chain.has_begun and chain.generation == self._generation
         if is_known:
-            self._end(seq, chain, use)
+            self._end(seq, chain)
+        chain.use, chain.has_begun = None, False
         self._give_back(seq)
         if is_known and chain.ends_session and chain.session is not None:
             self._demote(chain.session)
@@ -412,23 +412,24 @@ class BlockManager:
     def _begin(self, seq: SequenceLike, chain: PrefixChain) -> None:
         """Tell the eviction policy of a request, once, however often it is admitted."""
         if chain.generation != self._generation:
-            chain.generation, chain.num_accessed, chain.use = self._generation, 0, None
-        if chain.use is None and self.enable_prefix_caching:
+            chain.generation, chain.num_accessed, chain.has_begun = self._generation, 0, False
+        if not chain.has_begun and self.enable_prefix_caching:
+            chain.has_begun = True
             hints = getattr(seq, "cache_hints", NO_HINTS)
             if hints.session_id is not None:
                 chain.session, chain.ends_session = (seq.cache_salt, hints.session_id), hints.end_session
             chain.num_prompt_tokens = getattr(seq, "num_prompt_tokens", seq.num_tokens)
             chain.use = self.eviction_policy.begin(chain.hashes, chain.num_prompt_tokens, hints, seq.cache_salt)
 
-    def _end(self, seq: SequenceLike, chain: PrefixChain, use: Any) -> None:
+    def _end(self, seq: SequenceLike, chain: PrefixChain) -> None:
         """Tell the eviction policy that a request is over."""
         num_blocks = seq.num_cached_tokens // self.block_size
         while num_blocks and self.blocks[seq.block_table[num_blocks - 1]].hash is None:  # it lost to a collision
             num_blocks -= 1
         num_output_tokens = getattr(seq, "num_output_tokens", seq.num_tokens - chain.num_prompt_tokens)
-        self.eviction_policy.end(use, num_blocks, num_output_tokens)
+        self.eviction_policy.end(chain.use, num_blocks, num_output_tokens)
         if chain.session is not None:
-            self._sessions.note_ended(chain.session, use)
+            self._sessions.note_ended(chain.session, chain.use)
 
     def _use(self, block_ids: list[int]) -> None:
         """One more table entry names each of these registered blocks; idle ones leave the free queue."""

@@ -14,13 +14,13 @@ from pagetable.memory.lhc import LHC
 
 # By name, each made for a number of blocks, tokens in a block, and a clock that tells seconds.
 EVICTION_POLICIES: dict[str, Callable[[int, int, Callable[[], float]], EvictionPolicy]] = {
-    "lhc": LHC,
     "lru": LRU,
     "lru-k": LRUK,
     "lfu": LFU,
     "2q": TwoQ,
     "arc": ARC,
     "s3-fifo": S3FIFO,
+    "lhc": LHC,
 }
 
 

@@ -45,6 +45,7 @@ BELIEF = 0.05  # hazard of what was declared over, as a share of all others', un
 HEAVIEST = 20.0  # a record weighs at most so many mean ones
 AT_ONCE = 128  # closed records that are learned from together
 STATE_VERSION = 1
+LARGEST = 1e18  # number in a state; a thousand years of a million waiting records are fewer seconds
 
 
 def class_row(part: int, num_new_tokens: int, turn: int, num_output_tokens: int) -> int:
@@ -198,10 +199,17 @@ class HazardTable:
             raise ValueError(f"version {state.get('version')} of shape {state.get('shape')}, not {STATE_VERSION}")
         events, at_risk = np.zeros_like(self.events), np.zeros_like(self.at_risk)
         for row, columns in state["rows"].items():
-            events[int(row)], at_risk[int(row)] = np.array(columns, float)
+            both = np.array(columns, float)
+            if not 0 <= int(row) < NUM_ROWS or both.shape != (2, NUM_BUCKETS):
+                raise ValueError(f"row {row:.20} is none of {NUM_ROWS}, or not of the shape {(2, NUM_BUCKETS)}")
+            events[int(row)], at_risk[int(row)] = both
         num_opened, sum_blocks = int(state["num_opened"]), float(state["sum_blocks"])
         numbers = np.concatenate([events.ravel(), at_risk.ravel(), [num_opened, sum_blocks]])
-        if not (np.isfinite(numbers) & (numbers >= 0)).all() or (num_opened > 0) != (sum_blocks > 0):
+        if (
+            not ((numbers >= 0) & (numbers <= LARGEST)).all()
+            or (num_opened > 0) != (sum_blocks > 0)
+            or num_opened > sum_blocks
+        ):
             raise ValueError("it holds numbers that cannot be")
         self.events, self.at_risk, self.num_opened, self.sum_blocks = events, at_risk, num_opened, sum_blocks
         self.index = look_ahead(smoothed(events, at_risk))

@@ -50,11 +50,13 @@ class Use:
         "ended_at",
         "factor",
         "found",
+        "guarded",
         "hints",
         "new_record",
         "new_row",
         "num_blocks",
         "num_new_tokens",
+        "num_runs",
         "prefix_record",
         "prefix_row",
         "session",
@@ -73,6 +75,8 @@ class Use:
         self.ended_at = -1.0  # when its blocks began to wait; -1 while it runs
         self.new_row = self.prefix_row = -1
         self.new_record = self.prefix_record = -1  # records of the hazard table; -1 for none
+        self.num_runs = 0  # that it was the last to use and that are remembered; without any it has no records
+        self.guarded: list[Run] | None = None  # idle runs that it protects while it runs
 
     @property
     def is_running(self) -> bool:
@@ -205,7 +209,7 @@ class LHC:
             if run.is_shared or not goes_on:
                 self._share(run, now)
                 use.shared = run.start + run.length
-            run.last, run.last_at = use, now
+            self._take_over(run, use, now)
             if run.slot >= 0:
                 self._offer(run)  # an idle block that is to be computed again all the same
         use.num_new_tokens = max(0, num_tokens - use.found * self._block_size)
@@ -226,6 +230,10 @@ class LHC:
             use.new_row = class_row(NEW, use.num_new_tokens, use.turn, num_output_tokens)
             use.prefix_row = class_row(PREFIX, use.num_new_tokens, use.turn, num_output_tokens)
         self._open_records(use, now)
+        for run in use.guarded or ():
+            if run.slot >= 0 and run.last is use:
+                self._offer(run)
+        use.guarded = None
 
     def demote(self, use: Use, block_ids: Iterable[int]) -> None:
         """The session of a request that has ended is declared over. These of its blocks, idle, are nobody else's."""
@@ -240,6 +248,8 @@ class LHC:
                 self._offer(run)
 
     def _open_records(self, use: Use, now: float) -> None:
+        if not use.num_runs:  # others, who used all of it meanwhile, have records of it
+            return
         ttl = math.inf if use.hints.ttl_s is None else use.hints.ttl_s
         if use.num_blocks > use.found:
             use.new_record = self.hazards.open(use.new_row, use.num_blocks - use.found, now, ttl)
@@ -288,6 +298,14 @@ class LHC:
             last.ended_at = now
             if rest.slot >= 0:
                 self._offer(rest)
+
+    def _take_over(self, run: Run, use: Use, now: float) -> None:
+        """A run is used by another request than before."""
+        last, run.last, run.last_at = run.last, use, now
+        use.num_runs += 1
+        last.num_runs -= 1
+        if not last.num_runs:  # so all that waited for it has been reused
+            self._reuse(last, run.start + run.length, False, None, now)
 
     def _share(self, run: Run, now: float) -> None:
         """One more session uses a run."""
@@ -383,6 +401,7 @@ class LHC:
 
     def _new_run(self, start: int, parent: int, hashes: bytes, last: Use, last_at: float) -> Run:
         run = Run(start, parent, hashes, last, last_at)
+        last.num_runs += 1
         self._by_head[run.head] = run
         return run
 
@@ -430,6 +449,7 @@ class LHC:
     def _forget(self, run: Run) -> None:
         if self._by_head.get(run.head) is run:
             del self._by_head[run.head]
+        run.last.num_runs -= 1
         if run.record >= 0:
             self.hazards.close(run.record, self._now)
         elif not run.last.is_running:
@@ -526,6 +546,9 @@ class LHC:
         factor, ttl = use.factor, math.inf if use.hints.ttl_s is None else use.hints.ttl_s
         if use.is_running:  # preempted, it comes back soon
             row, factor = SHARED, math.inf
+            use.guarded = use.guarded or []
+            if run not in use.guarded[-1:]:
+                use.guarded.append(run)
         elif not run.is_shared and end == use.num_blocks and use.new_row != LEFT_BEHIND:
             factor *= self._last_block_share
         interval = min(run.interval, 1e9) if run.is_shared else math.inf

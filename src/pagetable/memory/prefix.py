@@ -46,6 +46,7 @@ class PrefixChain:
         "counted",
         "ends_session",
         "generation",
+        "has_begun",
         "hashes",
         "matched",
         "matched_at",
@@ -73,7 +74,8 @@ class PrefixChain:
         self.counted = False  # this request is in the hit statistics
         self.num_accessed = 0  # leading blocks that the eviction policy was told of: each counts once, come what may
         self.computed_before_preemption = 0  # tokens
-        self.use: Any = None  # what the eviction policy knows this request by, from its first admission to its end
+        self.has_begun = False  # the eviction policy was told of this request, and not yet of its end
+        self.use: Any = None  # what it knows this request by
         self.num_prompt_tokens = 0  # at that admission
         self.session: tuple[str | None, str] | None = None  # salt and id
         self.ends_session = False

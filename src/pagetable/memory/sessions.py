@@ -48,8 +48,13 @@ class Sessions:
             self._use[session] = use
 
     def own_blocks(self, session: SessionKey) -> tuple[Any, list[int]]:
-        """What the policy knows its latest request by that has ended, and its own blocks, tail before head."""
-        return self._use.get(session), list(reversed(self._blocks.get(session, {})))
+        """What the policy knows its latest request by that has ended, and its own blocks, tail before head.
+
+        None of either before the first has ended: what one has that was preempted it will want back.
+        """
+        if session not in self._use:
+            return None, []
+        return self._use[session], list(reversed(self._blocks[session]))
 
     def clear(self) -> None:
         """No block has a content any more."""

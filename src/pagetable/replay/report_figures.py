@@ -18,7 +18,7 @@ from pagetable.replay.sizing import format_bytes, seconds_for_people
 Json = dict[str, Any]
 
 DASHES = ("solid", "dash", "dot", "longdashdot", "dashdot", "longdash")  # by capacity, from the middle one on
-_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagon")  # by policy
+_SYMBOLS = ("circle", "square", "diamond", "triangle-up", "cross", "star", "hexagram", "hexagon")  # by policy
 _SPANS = ((180, 1, "seconds"), (3 * 3600, 60, "minutes"), (4 * 86400, 3600, "hours"), (math.inf, 86400, "days"))
 _TIMES = {0.1: "0.1 s", 1: "1 s", 10: "10 s", 60: "1 min", 600: "10 min", 3600: "1 h", 86400: "1 d", 864000: "10 d"}
 

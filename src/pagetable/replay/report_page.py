@@ -20,7 +20,8 @@ COLOURS = {  # on light, on dark. Those of policies also differ for people who s
     "--policy-3": ("#1d7d5c", "#22936b"),
     "--policy-4": ("#b8901a", "#f7db5c"),
     "--policy-5": ("#3d1d8f", "#7468bd"),
-    "--policy-6": ("#59636e", "#9aa4b0"),  # of any other
+    "--policy-6": ("#111820", "#eef2f6"),
+    "--policy-7": ("#59636e", "#9aa4b0"),  # of any other
 }
 
 _LIGHT, _DARK = ("".join(f"{name}:{both[number]};" for name, both in COLOURS.items()) for number in (0, 1))

@@ -9,6 +9,7 @@ from urllib.parse import unquote_to_bytes
 from fastapi import FastAPI, Path, Request, Security
 from fastapi.exceptions import RequestValidationError
 from fastapi.security import HTTPBearer
+from starlette.convertors import PathConvertor, register_url_convertor
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -56,6 +57,15 @@ _FAULTS: dict[int | str, str] = {
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorBody, "description": text} for status, text in _FAULTS.items()
 }
+
+
+class _AnyText(PathConvertor):
+    """A part of a path that may hold anything: slashes, like `path`, and line breaks as well."""
+
+    regex = "(?s:.*)"
+
+
+register_url_convertor("any_text", _AnyText())
 
 
 def build_app(front: Front) -> FastAPI:
@@ -112,7 +122,7 @@ def _add_generation(app: FastAPI, front: Front, access: Access) -> None:
 
 
 def _add_sessions(app: FastAPI, front: Front, access: Access) -> None:
-    @app.post("/v1/sessions/{session_id:path}/end", response_model=EndedSession)  # an id may have slashes
+    @app.post("/v1/sessions/{session_id:any_text}/end", response_model=EndedSession)
     async def end_session(
         session_id: Annotated[SessionId, Path()], request: Request, body: EndSessionRequest | None = None
     ) -> Response:

@@ -90,7 +90,9 @@ class GenerationRequest(_Body):
     priority: int = Field(0, ge=-(2**31), le=MAX_INT32, description="Lower goes first, under the policy `priority`.")
 
     # Ours: hints to the cache.
-    session_id: SessionId | None = Field(None, description="Requests with the same one, and the same salt, belong together.")
+    session_id: SessionId | None = Field(
+        None, description="Requests with the same one and the same salt belong together."
+    )
     end_session: bool = Field(False, description="Nothing will follow this request in its session.")
     expected_idle_s: Seconds | None = Field(None, description="Seconds until the session's next request, about.")
     cache_priority: int | None = Field(
