@@ -83,7 +83,7 @@ class LLM:
         max_num_batched_tokens: int | None = None,
         max_model_len: int | None = None,
         enable_prefix_caching: bool = True,
-        eviction_policy: str = "lru",
+        eviction_policy: str = "lhc",
         eviction_state: str | Path | None = None,
         scheduling_policy: str = "fcfs",
         seed: int = 0,
@@ -135,7 +135,8 @@ class LLM:
         )
         self._eviction_state = None if eviction_state is None else Path(eviction_state)
         if self._eviction_state is not None:
-            load_eviction_state(self.block_manager.eviction_policy, self._eviction_state)
+            if not load_eviction_state(self.block_manager.eviction_policy, self._eviction_state):
+                self._eviction_state = None  # somebody's file, not to be written over
         if max_num_batched_tokens is None:
             max_num_batched_tokens = DEFAULT_STEP_TOKENS[self.device.type]
         scheduler = Scheduler(

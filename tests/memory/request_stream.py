@@ -20,6 +20,7 @@ def serve(
     manager.allocate(seq, hits)
     seq.num_scheduled_tokens = seq.num_tokens - seq.num_cached_tokens
     manager.hash_blocks(seq)
+    seq.num_cached_tokens = seq.num_tokens
     manager.deallocate(seq)
     return hits
 

@@ -85,7 +85,9 @@ SHAPES = {"exponential": exponential(20), "log-normal": log_normal(30, 0.5), "hu
 def drive(table: HazardTable, gaps: list[float], now: float = 0.0, row: int = ROW) -> float:
     """One wait begins every 50 ms; those that return do so after their gaps. Returns the time of the last return."""
     begins = [now + 0.05 * i for i in range(len(gaps))]
-    acts = sorted([(at, -1, i) for i, at in enumerate(begins)] + [(begins[i] + gap, 1, i) for i, gap in enumerate(gaps)])
+    acts = sorted(
+        [(at, -1, i) for i, at in enumerate(begins)] + [(begins[i] + gap, 1, i) for i, gap in enumerate(gaps)]
+    )
     records: dict[int, int] = {}
     for at, what, i in acts[: bisect(acts, (1e300,))]:
         now = at

@@ -44,8 +44,8 @@ class Twin:
     def end(self, use: Any, num_blocks: int, num_output_tokens: int) -> None:
         self.policy.end(use, num_blocks, num_output_tokens)
 
-    def demote(self, use: Any, block_ids: Sequence[int]) -> None:
-        self.policy.demote(use, block_ids)
+    def demote(self, block_ids: Sequence[int]) -> None:
+        self.policy.demote(block_ids)
         self.plain.demote(block_ids)
 
     def add(self, block_ids: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ import pytest
 from pagetable.memory.hints import NO_HINTS, CacheHints
 from pagetable.replay.blocks import Workload
 from pagetable.replay.cache_replay import CacheReplay
-from pagetable.replay.hinting import with_ends
+from pagetable.replay.hinting import with_ends, with_last_uses
 from pagetable.replay.readers import Trace
 from pagetable.replay.trace import TraceError
 from tests.replay.small_traces import Record, hashed_workload, mooncake, play, qwen, write_trace
@@ -125,3 +125,11 @@ def test_what_is_no_share_is_refused_at_once(share: float, lies: float, tmp_path
     workload = sessions_of(tmp_path, 1)
     with pytest.raises(TraceError, match=r"share=.* and lies=.*: they must be from 0 to 1"):
         with_ends(workload, share, lies)
+
+
+def test_by_hindsight_a_request_ends_its_session_when_none_of_its_own_blocks_is_used_again(tmp_path: Path) -> None:
+    paths = {0: ("a", (1, 2, 3)), 1: ("a", (1, 2, 4, 5)), 2: ("b", (1, 9)), 3: ("a", (1, 2, 4, 6)), 4: ("b", (1, 9, 8))}
+    records = [mooncake(i, *path, session_id=session) for i, (session, path) in paths.items()]
+    requests = [request for request, _ in with_last_uses(workload_of(tmp_path, *records))]
+    assert [request.hints.end_session for request in requests] == [False, False, False, True, True]
+    assert all(request.hints.session_id == str(request.session) for request in requests)

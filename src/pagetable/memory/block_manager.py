@@ -25,7 +25,7 @@ from pagetable.memory.free_queue import EVICTION_POLICIES, FreeQueue
 from pagetable.memory.hints import NO_HINTS
 from pagetable.memory.invariants import check_invariants
 from pagetable.memory.prefix import PrefixChain, encode_root
-from pagetable.memory.sessions import Sessions
+from pagetable.memory.sessions import SessionKey, Sessions
 from pagetable.memory.statistics import CacheStats, Counters
 
 logger = logging.getLogger(__name__)
@@ -281,7 +281,7 @@ class BlockManager:
             self._end(seq, chain)
         chain.use, chain.has_begun = None, False
         self._give_back(seq)
-        if is_known and chain.ends_session and chain.session is not None:
+        if is_known and chain.session is not None and self._sessions.finish(chain.session, chain.ends_session):
             self._demote(chain.session)
 
     def _give_back(self, seq: SequenceLike) -> None:
@@ -310,22 +310,19 @@ class BlockManager:
         self._give_back(seq)
 
     def end_session(self, session_id: str, cache_salt: str | None = None) -> int:
-        """Nothing will follow in this session. Its own idle blocks are evicted first; returns how many those are.
+        """Nothing will follow in this session. Its own blocks are evicted first; returns how many those are.
 
-        Blocks that another session has used, too, are not its own. Those of its requests that still run count when they
-        end. A session that nothing is known of is no error: it has no blocks.
+        Blocks that another session has used, too, are not its own. While requests of it have not ended it is none yet:
+        it is over with the last of them. A session that nothing is known of is no error, it has no blocks.
         """
         session = (cache_salt, session_id)
-        for seq in self._live.values():
-            if self._chain(seq).session == session:
-                self._chain(seq).ends_session = True
-        return self._demote(session)
+        return self._demote(session) if self._sessions.end(session) else 0
 
-    def _demote(self, session: tuple[str | None, str]) -> int:
-        use, own = self._sessions.own_blocks(session)
-        idle = [block_id for block_id in own if not self.blocks[block_id].ref_count]
+    def _demote(self, session: SessionKey) -> int:
+        # An own block in use is used by nobody but a request that has not begun as one of a session: leave it out.
+        idle = [block_id for block_id in self._sessions.own_blocks(session) if not self.blocks[block_id].ref_count]
         if idle:
-            self.eviction_policy.demote(use, idle)
+            self.eviction_policy.demote(idle)
         return len(idle)
 
     def reset_prefix_cache(self) -> None:
@@ -418,6 +415,7 @@ class BlockManager:
             hints = getattr(seq, "cache_hints", NO_HINTS)
             if hints.session_id is not None:
                 chain.session, chain.ends_session = (seq.cache_salt, hints.session_id), hints.end_session
+                self._sessions.begin(chain.session)
             chain.num_prompt_tokens = getattr(seq, "num_prompt_tokens", seq.num_tokens)
             chain.use = self.eviction_policy.begin(chain.hashes, chain.num_prompt_tokens, hints, seq.cache_salt)
 
@@ -428,8 +426,6 @@ class BlockManager:
             num_blocks -= 1
         num_output_tokens = getattr(seq, "num_output_tokens", seq.num_tokens - chain.num_prompt_tokens)
         self.eviction_policy.end(chain.use, num_blocks, num_output_tokens)
-        if chain.session is not None:
-            self._sessions.note_ended(chain.session, chain.use)
 
     def _use(self, block_ids: list[int]) -> None:
         """One more table entry names each of these registered blocks; idle ones leave the free queue."""

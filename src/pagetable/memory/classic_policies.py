@@ -81,7 +81,7 @@ class LeafPolicy:
     def end(self, use: None, num_blocks: int, num_output_tokens: int) -> None:
         """These policies know blocks only."""
 
-    def demote(self, use: None, block_ids: Sequence[int]) -> None:
+    def demote(self, block_ids: Sequence[int]) -> None:
         """Let these leave first, whatever their rank."""
         self._demoted.update(dict.fromkeys(block_ids))
 

@@ -42,11 +42,8 @@ class EvictionPolicy(Protocol):
     def end(self, use: Any, num_blocks: int, num_output_tokens: int) -> None:
         """A request has ended, and `add` comes next. Its first `num_blocks` blocks have a content."""
 
-    def demote(self, use: Any, block_ids: Sequence[int]) -> None:
-        """The session of a request that has ended is declared over: these of its blocks, idle, are nobody else's.
-
-        The tail comes before the head.
-        """
+    def demote(self, block_ids: Sequence[int]) -> None:
+        """A session is declared over: these blocks, all idle, were used by nobody else. A child before its parent."""
 
     def add(self, block_ids: Sequence[int]) -> None:
         """Registered blocks became idle. Of one sequence's blocks the tail is added before the head."""
@@ -95,7 +92,7 @@ class LRU:
     def end(self, use: None, num_blocks: int, num_output_tokens: int) -> None:
         """Only releases count."""
 
-    def demote(self, use: None, block_ids: Sequence[int]) -> None:
+    def demote(self, block_ids: Sequence[int]) -> None:
         """Put them before all others."""
         for block_id in reversed(block_ids):
             self._order.move_to_end(block_id, last=False)

@@ -17,7 +17,7 @@ LARGEST = 16 << 20  # bytes; a state has some 200 kB
 
 
 def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
-    """Let a policy go on from a saved state. False, with a warning, for a file that is none; no file is no fault.
+    """Let a policy go on from a saved state. False, with a warning, for a file that is none; no file yet is no fault.
 
     ValueError for a policy that does not learn.
     """
@@ -32,9 +32,9 @@ def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
             raise ValueError("it holds no JSON object")
         learner.restore(state)
     except FileNotFoundError:
-        return False
+        return True
     except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        logger.warning("the eviction state %s is not used, and the policy starts from nothing: %s", path, error)
+        logger.warning("%s is no state that lhc can go on from, and is left as it is: %s", path, error)
         return False
     return True
 

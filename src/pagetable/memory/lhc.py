@@ -235,16 +235,17 @@ class LHC:
                 self._offer(run)
         use.guarded = None
 
-    def demote(self, use: Use, block_ids: Iterable[int]) -> None:
-        """The session of a request that has ended is declared over. These of its blocks, idle, are nobody else's."""
-        if use.new_row == ENDED:  # it said so itself
-            return
-        self._close_records(use, self._tick())
-        use.new_row = use.prefix_row = ENDED
-        use.ended_at = self._now
-        self._open_records(use, self._now)
-        for run in {self._run_of[block_id] for block_id in block_ids}:
-            if run is not None and run.slot >= 0:
+    def demote(self, block_ids: Sequence[int]) -> None:
+        """A session is declared over: these blocks, all idle, were used by nobody else."""
+        runs = dict.fromkeys(run for block_id in block_ids if (run := self._run_of[block_id]) is not None)
+        for use in dict.fromkeys(run.last for run in runs):
+            if not use.is_running and use.new_row != ENDED:
+                self._close_records(use, self._tick())
+                use.new_row = use.prefix_row = ENDED
+                use.ended_at = self._now
+                self._open_records(use, self._now)
+        for run in runs:
+            if run.slot >= 0:
                 self._offer(run)
 
     def _open_records(self, use: Use, now: float) -> None:

@@ -1,23 +1,53 @@
-"""Which idle blocks only one session has used: those are worth nothing once it is over."""
+"""Which blocks only one session has used: those are worth nothing once it is over."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
-from typing import Any
 
 SessionKey = tuple[str | None, str]  # cache salt and session id: no tenant can end a session of another
 
 
 class Sessions:
-    """The registered blocks of each session that has any for itself, and what its latest request was to the policy."""
+    """The registered blocks that each session has for itself, and which sessions have requests that have not ended."""
 
     def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        """No block has a content any more, and requests of before do not count."""
         self._blocks: dict[SessionKey, dict[int, None]] = {}  # in order of registration: a parent before its child
         self._session_of: dict[int, SessionKey] = {}
-        self._use: dict[SessionKey, Any] = {}
+        self._num_running: Counter[SessionKey] = Counter()
+        self._ending: set[SessionKey] = set()  # declared over, but some of its requests have not ended
 
-    def __len__(self) -> int:
-        return len(self._blocks)
+    # ---------------------------------------------------------------- requests
+
+    def begin(self, session: SessionKey) -> None:
+        """A request of this session is admitted for the first time."""
+        self._num_running[session] += 1
+        self._ending.discard(session)
+
+    def finish(self, session: SessionKey, ends_session: bool) -> bool:
+        """A request of this session has ended, and says whether it was the last. Whether the session is over now."""
+        self._num_running[session] -= 1
+        if ends_session:
+            self._ending.add(session)
+        if self._num_running[session]:
+            return False
+        del self._num_running[session]
+        is_over = session in self._ending
+        self._ending.discard(session)
+        return is_over
+
+    def end(self, session: SessionKey) -> bool:
+        """A session is declared over. Whether it is: with requests that run, it is when the last of them ends."""
+        if session in self._num_running:
+            self._ending.add(session)
+            return False
+        return True
+
+    # ---------------------------------------------------------------- blocks
 
     def note_registered(self, session: SessionKey, block_ids: Iterable[int]) -> None:
         """Blocks of a request of this session got a content."""
@@ -40,24 +70,7 @@ class Sessions:
             del blocks[block_id]
             if not blocks:
                 del self._blocks[session]
-                self._use.pop(session, None)
 
-    def note_ended(self, session: SessionKey, use: Any) -> None:
-        """A request of this session has ended."""
-        if session in self._blocks:
-            self._use[session] = use
-
-    def own_blocks(self, session: SessionKey) -> tuple[Any, list[int]]:
-        """What the policy knows its latest request by that has ended, and its own blocks, tail before head.
-
-        None of either before the first has ended: what one has that was preempted it will want back.
-        """
-        if session not in self._use:
-            return None, []
-        return self._use[session], list(reversed(self._blocks[session]))
-
-    def clear(self) -> None:
-        """No block has a content any more."""
-        self._blocks.clear()
-        self._session_of.clear()
-        self._use.clear()
+    def own_blocks(self, session: SessionKey) -> list[int]:
+        """The session's own blocks, a child before its parent."""
+        return list(reversed(self._blocks.get(session, {})))

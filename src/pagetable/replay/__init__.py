@@ -2,7 +2,7 @@
 
 from pagetable.replay.blocks import Workload
 from pagetable.replay.cost import CostModel
-from pagetable.replay.hinting import with_ends
+from pagetable.replay.hinting import with_ends, with_last_uses
 from pagetable.replay.readers import Trace
 from pagetable.replay.replay import replay_cache, replay_timed
 from pagetable.replay.stats import trace_stats
@@ -22,4 +22,5 @@ __all__ = [
     "synthesize",
     "trace_stats",
     "with_ends",
+    "with_last_uses",
 ]

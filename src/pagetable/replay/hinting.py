@@ -11,6 +11,8 @@ from pagetable.replay.blocks import Workload
 from pagetable.replay.reuse import Access
 from pagetable.replay.trace import TraceError, TraceRequest
 
+_SEVERAL = object()
+
 
 def with_ends(
     workload: Workload, share: float, lies: float = 0.0, seed: int = 0
@@ -41,4 +43,24 @@ def _with_ends(workload: Workload, share: float, lies: float, seed: int) -> Iter
         lie = rng.random() < lies  # drawn for each, so that another share lies at the same requests
         name = names.get(request.session)
         request.hints = NO_HINTS if name is None else CacheHints(name, end_session=is_last or lie)
+        yield request, access
+
+
+def with_last_uses(workload: Workload) -> Iterator[tuple[TraceRequest, Access]]:
+    """The requests of a workload, which is read twice; each after which its session's own blocks stay unused ends it.
+
+    So this also knows of chats that others branch off from, which ends of sessions do not: more than a client can tell.
+    """
+    last: dict[int, int] = {}  # request that uses a block
+    for number, (_, access) in enumerate(workload):
+        last.update(dict.fromkeys(access.path.tolist(), number))
+    sessions: dict[int, Any] = {}  # the only one so far that has used a block, or _SEVERAL
+    for number, (request, access) in enumerate(workload):
+        is_last = True
+        for node in access.path.tolist():
+            if sessions.setdefault(node, request.session) != request.session:
+                sessions[node] = _SEVERAL
+            elif last[node] != number:
+                is_last = False
+        request.hints = CacheHints(str(request.session), end_session=is_last)
         yield request, access

@@ -110,7 +110,7 @@ class ServerSettings:
         0.9, "Share of a GPU's free memory for the KV cache, if its size is not given.", low=0.01, high=1
     )
     enable_prefix_caching: bool = _cache(True, "Share equal prefixes.")
-    eviction_policy: str = _cache("lru", "What is forgotten first.", choices=tuple(sorted(EVICTION_POLICIES)))
+    eviction_policy: str = _cache("lhc", "What is forgotten first.", choices=tuple(sorted(EVICTION_POLICIES)))
     eviction_state: str | None = _cache(
         None, "File in which the policy lhc keeps what it has learned, across restarts.", shown="not kept"
     )
