@@ -134,9 +134,9 @@ class LLM:
             events=events,
         )
         self._eviction_state = None if eviction_state is None else Path(eviction_state)
-        if self._eviction_state is not None:
-            if not load_eviction_state(self.block_manager.eviction_policy, self._eviction_state):
-                self._eviction_state = None  # somebody's file, not to be written over
+        state, policy = self._eviction_state, self.block_manager.eviction_policy
+        if state is not None and not load_eviction_state(policy, state):
+            self._eviction_state = None  # somebody's file, not to be written over
         if max_num_batched_tokens is None:
             max_num_batched_tokens = DEFAULT_STEP_TOKENS[self.device.type]
         scheduler = Scheduler(

@@ -19,7 +19,6 @@ class Page:
     hash: bytes
     parent: int | None
     is_idle: bool = False
-    is_demoted: bool = False
     queue: str = ""
     entered: int = 0  # the moment at which it was put at the end of its queue
     accesses: list[int] = field(default_factory=list)  # their moments
@@ -36,6 +35,7 @@ class PlainPolicy:
 
     def clear(self) -> None:
         self.pages: list[Page] = []
+        self.ended: list[int] = []  # idle block ids of sessions that are over, in the order in which they leave
         self.now = 0  # one more with each request that hits
 
     def comes(self, page: Page) -> None:
@@ -70,21 +70,23 @@ class PlainPolicy:
             self.is_hit(self.page(block_id))
 
     def demote(self, block_ids: Iterable[int]) -> None:
-        for page in map(self.page, block_ids):
-            page.is_demoted = True
+        self.ended += [block_id for block_id in block_ids if block_id not in self.ended]
 
     def add(self, block_id: int) -> None:
         self.page(block_id).is_idle = True
 
     def remove(self, block_id: int) -> None:
-        self.page(block_id).is_idle = self.page(block_id).is_demoted = False
+        self.page(block_id).is_idle = False
+        self.ended = [other for other in self.ended if other != block_id]
 
     def pop(self) -> int:
         parents = [page.parent for page in self.pages]
         leaves = [page for page in self.pages if page.is_idle and page.block_id not in parents]
         if not leaves:
             raise KeyError("no block is idle")
-        victim = self.victim(leaves)
+        ended = [page for page in leaves if page.block_id in self.ended]
+        victim = min(ended, key=lambda page: self.ended.index(page.block_id)) if ended else self.victim(leaves)
+        self.remove(victim.block_id)
         self.pages.remove(victim)
         self.leaves_memory(victim)
         return victim.block_id
@@ -111,6 +113,9 @@ class PlainLRU(PlainPolicy):
     def add(self, block_id: int) -> None:
         super().add(block_id)
         self.releases = [other for other in self.releases if other != block_id] + [block_id]
+
+    def demote(self, block_ids: Iterable[int]) -> None:
+        self.ended = list(dict.fromkeys([*block_ids, *self.ended]))  # the session that ended last leaves first
 
     def victim(self, leaves: list[Page]) -> Page:
         return min(leaves, key=lambda page: self.releases.index(page.block_id))

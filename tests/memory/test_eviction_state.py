@@ -86,7 +86,7 @@ def test_a_policy_that_does_not_learn_has_no_state(name: str, tmp_path: Path):
 
 
 def test_no_file_is_no_fault(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    assert not load_eviction_state(fresh(), tmp_path / "none.json")
+    assert load_eviction_state(fresh(), tmp_path / "none.json")
     assert not caplog.records
 
 

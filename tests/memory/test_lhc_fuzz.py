@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-import xxhash
 
 from pagetable.memory import BlockManager, OutOfBlocksError
 from pagetable.memory.hazard import LEFT_BEHIND
@@ -28,19 +27,6 @@ def hinted_stream(seed: int, *, resets: bool = True) -> HintedStream:
 def policy_of(manager: BlockManager) -> LHC:
     assert isinstance(manager.eviction_policy, LHC)
     return manager.eviction_policy
-
-
-@pytest.fixture
-def short_hash(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Replace the hash by one of so many values, of which LHC still sees all that tells them apart."""
-
-    def install(num_values: int) -> None:
-        def compute_hash(token_bytes: bytes, prefix: bytes) -> bytes:
-            return (1 + xxhash.xxh3_64_intdigest(prefix + token_bytes) % num_values).to_bytes(8, "little") * 2
-
-        monkeypatch.setattr(BlockManager, "compute_hash", staticmethod(compute_hash))
-
-    return install
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -452,10 +452,11 @@ def test_what_runs_when_the_server_is_stopped_does_not_keep_the_state_from_being
 def test_a_file_that_is_no_state_is_left_out_with_a_warning(tiny_model: Path, tmp_path: Path, content: str):
     (tmp_path / "file").write_text(content)
     with running_server(tiny_model, *lhc(tmp_path / "file")) as server, server.client() as http:
-        (warning,) = [line for line in server.lines if "eviction state" in line]
-        assert f"{tmp_path / 'file'} is not used" in warning
+        (warning,) = [line for line in server.lines if "no state that lhc can go on from" in line]
+        assert f"{tmp_path / 'file'} is" in warning
         assert ask(http, text_of(130, 2), session_id="s") == 0
         assert end(http, "s") == 2
+    assert (tmp_path / "file").read_text() == content
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,7 @@ class BlockManager:
     """Hands out `num_blocks` blocks of `block_size` tokens, and finds the blocks that already hold a prefix.
 
     `namespace` says which numbers the K/V are (model and dtype): sequences of different namespaces never share.
+    `eviction_policy` is a name, or a policy made for so many blocks; `clock` tells seconds to one that asks.
     `events` is called with each event of `pagetable.memory.events`. One step is in flight at a time.
     """
 
@@ -144,7 +145,7 @@ class BlockManager:
             raise OutOfBlocksError(f"{num_fresh + num_idle} blocks are needed, {len(self.free_block_ids)} are free")
 
         # All that can fail comes before the first change, hashing (of tokens that are no int32) too.
-        chain = self._hashed(seq, seq.num_tokens // self.block_size)
+        chain = self._hashed(seq, seq.num_tokens // self.block_size if self.enable_prefix_caching else 0)
         self._live[id(seq)] = seq
         self._use(hits)  # before any fresh block is taken, so that no hit is evicted
         self._begin(seq, chain)

@@ -17,9 +17,9 @@ LARGEST = 16 << 20  # bytes; a state has some 200 kB
 
 
 def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
-    """Let a policy go on from a saved state. False, with a warning, for a file that is none; no file yet is no fault.
+    """Let a policy go on from a saved state. False, with a warning, if the file holds none, so that it is not replaced.
 
-    ValueError for a policy that does not learn.
+    No file yet is no fault. ValueError for a policy that does not learn.
     """
     learner = _learner(policy)
     try:

@@ -1,11 +1,8 @@
 """LHC, learned-hazard chains: what leaves first is what promises the least use for each second that it is kept.
 
-Blocks that always were used together lie in one *run*, a piece of a chain with one past, so that one note does for all
-of them. A request goes through the runs from the root on; where it leaves a run in the middle, the run is cut in two.
-Runs remember the blocks that left as well (*ghosts*), so that a session is known again when it comes back. So cost
-follows requests and evictions, not blocks.
-
-What a request leaves behind waits, as a record of the hazard table, until somebody uses it again. See docs/eviction.md.
+What a request leaves waits, as a record of the hazard table, until somebody uses it again, and the table foretells the
+waits to come. Chains are known in pieces, the runs of runs.py; the piece whose end is worth the least loses its last
+blocks. The whole story is in docs/eviction.md.
 """
 
 from __future__ import annotations
@@ -16,8 +13,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
-
-import numpy as np
 
 from pagetable.memory.candidates import Candidates
 from pagetable.memory.hazard import (
@@ -33,9 +28,9 @@ from pagetable.memory.hazard import (
     class_row,
 )
 from pagetable.memory.hints import NO_HINTS, CacheHints
+from pagetable.memory.runs import Run, Runs, Use, digests_of
 
 GHOSTS = 5  # times as many blocks are remembered as there are
-WIDTH = 8  # bytes of a hash that are kept: they rank, and prove nothing
 MEMORY = 0.998  # of the share of sessions that go on from their very last block, at each that goes on
 SMOOTHING = 0.3  # of the interval between uses of what is shared
 FEWEST, MOST = 10, 250  # requests between two refreshes of the table; at the start a fifth of all so far
@@ -43,109 +38,7 @@ LOUDNESS = 10.0  # points of cache_priority that double a score
 NUM_TENANTS = 1024  # whose mean priority is known
 
 
-class Use:
-    """What a request did with its chain: [0, shared) are blocks of others as well, [shared, found) it found too."""
-
-    __slots__ = (
-        "ended_at",
-        "factor",
-        "found",
-        "guarded",
-        "hints",
-        "new_record",
-        "new_row",
-        "num_blocks",
-        "num_new_tokens",
-        "num_runs",
-        "prefix_record",
-        "prefix_row",
-        "session",
-        "shared",
-        "turn",
-    )
-
-    def __init__(self, session: tuple[str | None, str] | None, hints: CacheHints) -> None:
-        self.session = session
-        self.hints = hints
-        self.factor = 1.0  # of its blocks' scores, by priority
-        self.shared = self.found = 0
-        self.num_blocks = 0  # of its chain that have a content, set at the end
-        self.num_new_tokens = 0
-        self.turn = 1
-        self.ended_at = -1.0  # when its blocks began to wait; -1 while it runs
-        self.new_row = self.prefix_row = -1
-        self.new_record = self.prefix_record = -1  # records of the hazard table; -1 for none
-        self.num_runs = 0  # that it was the last to use and that are remembered; without any it has no records
-        self.guarded: list[Run] | None = None  # idle runs that it protects while it runs
-
-    @property
-    def is_running(self) -> bool:
-        """Whether it has not ended."""
-        return self.ended_at < 0.0
-
-
-class Run:
-    """A piece of a chain: its first blocks are here, the others left, and nothing tells them apart but their place."""
-
-    __slots__ = (
-        "block_ids",
-        "branches",
-        "hashes",
-        "head",
-        "interval",
-        "is_shared",
-        "last",
-        "last_at",
-        "parent",
-        "record",
-        "slot",
-        "stamp",
-        "start",
-    )
-
-    def __init__(self, start: int, parent: int, hashes: bytes, last: Use, last_at: float) -> None:
-        self.start = start  # how many blocks of the chain lie before it
-        self.parent = parent  # the block before its first, if that is here; -1 for the root
-        self.head = hashes[:WIDTH]
-        self.hashes = bytearray(hashes)  # WIDTH bytes a block
-        self.block_ids: list[int] = []  # of those that are here
-        self.branches: dict[int, int] | None = None  # by depth, how many other runs that are here go on there
-        self.last = last  # use
-        self.last_at = last_at
-        self.is_shared = False
-        self.interval = math.inf  # between uses since it is shared, smoothed
-        self.record = -1  # of the hazard table, once it is shared
-        self.slot = self.stamp = -1  # among the candidates
-
-    def num_branches(self, depth: int) -> int:
-        """Runs here that go on from this one at a depth."""
-        return 0 if self.branches is None else self.branches.get(depth, 0)
-
-    def add_branch(self, depth: int) -> None:
-        """One more does."""
-        self.branches = self.branches or {}
-        self.branches[depth] = self.branches.get(depth, 0) + 1
-
-    def drop_branch(self, depth: int) -> None:
-        """One less does."""
-        assert self.branches is not None
-        self.branches[depth] -= 1
-        if not self.branches[depth]:
-            del self.branches[depth]
-            self.branches = self.branches or None
-
-    @property
-    def length(self) -> int:
-        """Blocks, here or gone."""
-        return len(self.hashes) // WIDTH
-
-    @property
-    def num_ghosts(self) -> int:
-        """Blocks that left."""
-        return len(self.hashes) // WIDTH - len(self.block_ids)
-
-
-class LHC:
+class LHC(Runs):
     """An eviction policy that learns how long each kind of idle K/V waits until it is used again.
 
     `clock` tells seconds, `block_size` is in tokens. It remembers at most `GHOSTS * num_blocks` blocks that left.
@@ -161,21 +54,17 @@ class LHC:
         self._num_uses_at_refresh = FEWEST
         self._last_block_share = 0.5  # of sessions that go on from the very last block, full by chance
         self._mean_priority: OrderedDict[str | None, float] = OrderedDict()
-        self._forget_all()
+        self._forget_all(self._num_blocks)
 
     def clear(self) -> None:
         """Forget every content. What was learned stays."""
         self.hazards.clear(self._tick())
-        self._forget_all()
+        self._forget_all(self._num_blocks)
 
-    def _forget_all(self) -> None:
-        num_blocks = self._num_blocks
+    def _forget_all(self, num_blocks: int) -> None:
+        super()._forget_all(num_blocks)
         self._is_idle = bytearray(num_blocks)
         self._num_idle = 0
-        self._run_of: list[Run | None] = [None] * num_blocks
-        self._by_head: dict[bytes, Run] = {}  # runs by the hash of their first block
-        self._with_ghosts: OrderedDict[Run, None] = OrderedDict()  # those that lost a block longest ago first
-        self._num_ghosts = 0
         self._candidates = Candidates(num_blocks, self.hazards)
         self._victim: Run | None = None  # the run that is leaving, and
         self._quota = 0  # how many more of its blocks may go before that is thought over
@@ -195,7 +84,7 @@ class LHC:
         use = Use(session, hints)
         if hints.cache_priority is not None:
             use.factor = self._loudness(hints.cache_priority, tenant)
-        path, rest = self._walk(_digests(hashes))
+        path, rest = self._walk(digests_of(hashes))
         goes_on = False
         if path:
             tip = path[-1]
@@ -244,7 +133,11 @@ class LHC:
                 use.new_row = use.prefix_row = ENDED
                 use.ended_at = self._now
                 self._open_records(use, self._now)
+        own = set(block_ids)
         for run in runs:
+            if run.is_shared and own.issuperset(run.block_ids):  # by requests of this one session
+                self.hazards.close(run.record, self._tick())
+                run.is_shared, run.record = False, -1
             if run.slot >= 0:
                 self._offer(run)
 
@@ -332,125 +225,14 @@ class LHC:
         self._now = max(self._now, self._clock())
         return self._now
 
-    # ---------------------------------------------------------------- runs
-
-    def _walk(self, digests: bytes) -> tuple[list[Run], Run | None]:
-        """The runs that a chain begins with, cut where it leaves them, and what was cut off behind the last, if any."""
-        path: list[Run] = []
-        at = 0
-        rest = None
-        while at < len(digests) and rest is None:
-            run = self._by_head.get(digests[at : at + WIDTH])
-            if run is None or run.start * WIDTH != at:
-                break
-            path.append(run)
-            same = _num_same(digests[at : at + len(run.hashes)], run.hashes)
-            at += same * WIDTH
-            if same < run.length:
-                behind = self._cut(run, same)
-                following = self._by_head.get(digests[at : at + WIDTH])
-                if following is None or following.start * WIDTH != at:
-                    rest = behind
-        return path, rest
-
-    def register(
-        self, use: Use, block_ids: list[int], hashes: Sequence[bytes], parent: int | None, num_repeated: int = 0
-    ) -> None:
-        """Blocks in use got a content each, one behind the other, the first behind that of the block `parent`."""
-        digests = _digests(hashes)
-        done, above, depth = 0, None, 0
-        if parent is not None:
-            above = self._run_of[parent]
-            assert above is not None
-            is_tip = above.block_ids[-1] == parent
-            depth = above.start + (len(above.block_ids) if is_tip else above.block_ids.index(parent) + 1)
-        while done < len(block_ids):
-            if above is not None and depth == above.start + len(above.block_ids):
-                if above.num_ghosts:
-                    same = _num_same(digests[done * WIDTH :], above.hashes[len(above.block_ids) * WIDTH :])
-                    self._take_in(above, block_ids[done : done + same])
-                    self._num_ghosts -= same
-                    if not above.num_ghosts:
-                        del self._with_ghosts[above]
-                    done, depth = done + same, depth + same
-                    if same:
-                        continue
-                elif above.last is use and not above.is_shared:
-                    above.hashes += digests[done * WIDTH :]
-                    self._take_in(above, block_ids[done:])
-                    return
-            before = block_ids[done - 1] if done else -1 if parent is None else parent
-            run = self._by_head.get(digests[done * WIDTH : (done + 1) * WIDTH])
-            is_back = run is not None and run.start == depth and not run.block_ids
-            if not is_back:
-                if above is not None and depth < above.start + above.length:
-                    self._cut(above, depth - above.start)
-                run = self._new_run(depth, before, digests[done * WIDTH :], use, self._now)
-            assert run is not None
-            if above is not None:
-                above.add_branch(depth)
-            if not is_back:
-                self._take_in(run, block_ids[done:])
-                return
-            run.parent = before
-            above = run
-
-    def _take_in(self, run: Run, block_ids: list[int]) -> None:
-        run.block_ids += block_ids
-        for block_id in block_ids:
-            self._run_of[block_id] = run
-
-    def _new_run(self, start: int, parent: int, hashes: bytes, last: Use, last_at: float) -> Run:
-        run = Run(start, parent, hashes, last, last_at)
-        last.num_runs += 1
-        self._by_head[run.head] = run
-        return run
-
-    def _cut(self, run: Run, num_blocks: int) -> Run:
-        """Leave a run its first blocks. The rest becomes a run of its own."""
-        depth = run.start + num_blocks
-        rest = self._new_run(depth, -1, bytes(run.hashes[num_blocks * WIDTH :]), run.last, run.last_at)
-        rest.is_shared, rest.interval = run.is_shared, run.interval
+    def _was_cut(self, run: Run, rest: Run) -> None:
         if run.record >= 0:
-            rest.record = self.hazards.split(run.record, rest.length / run.length)
-        had_ghosts = run.num_ghosts > 0
-        del run.hashes[num_blocks * WIDTH :]
-        if len(run.block_ids) > num_blocks:
-            rest.parent = run.block_ids[num_blocks - 1]
-            rest.block_ids = run.block_ids[num_blocks:]
-            del run.block_ids[num_blocks:]
-            for block_id in rest.block_ids:
-                self._run_of[block_id] = rest
-            if run.branches is not None:
-                rest.branches = {at: num for at, num in run.branches.items() if at > depth} or None
-                run.branches = {at: num for at, num in run.branches.items() if at <= depth}
-            run.add_branch(depth)
-            if run.slot >= 0:  # so its last block, now that of the rest, was idle
-                self._candidates.withdraw(run)
-                self._offer(rest)
-        if had_ghosts:
-            self._with_ghosts[rest] = None
-            if not run.num_ghosts:
-                del self._with_ghosts[run]
-        return rest
+            rest.record = self.hazards.split(run.record, rest.length / (run.length + rest.length))
+        if run.slot >= 0 and rest.block_ids:  # the last block, now that of the rest, was idle
+            self._candidates.withdraw(run)
+            self._offer(rest)
 
-    def _forget_ghosts(self, num_blocks: int) -> None:
-        """Forget so many of those that left the longest ago."""
-        while num_blocks > 0 and self._with_ghosts:
-            run = next(iter(self._with_ghosts))
-            num = min(num_blocks, run.num_ghosts)
-            del run.hashes[len(run.hashes) - num * WIDTH :]
-            num_blocks -= num
-            self._num_ghosts -= num
-            if not run.num_ghosts:
-                del self._with_ghosts[run]
-            if not run.hashes:
-                self._forget(run)
-
-    def _forget(self, run: Run) -> None:
-        if self._by_head.get(run.head) is run:
-            del self._by_head[run.head]
-        run.last.num_runs -= 1
+    def _was_forgotten(self, run: Run) -> None:
         if run.record >= 0:
             self.hazards.close(run.record, self._now)
         elif not run.last.is_running:
@@ -580,17 +362,3 @@ class LHC:
             raise ValueError("it is no state of lhc")
         self.hazards.restore(state)
         self._last_block_share = share
-
-
-def _digests(hashes: Sequence[bytes]) -> bytes:
-    """The first WIDTH bytes of each hash of 16."""
-    return np.frombuffer(b"".join(hashes), "<u8")[::2].tobytes() if hashes else b""
-
-
-def _num_same(ours: bytes, theirs: bytes | bytearray) -> int:
-    """How many digests are the same before the first that is not."""
-    if ours == theirs:
-        return len(ours) // WIDTH
-    size = min(len(ours), len(theirs)) // WIDTH
-    differ = np.frombuffer(ours, "<u8", size) != np.frombuffer(theirs, "<u8", size)
-    return int(differ.argmax()) if differ.any() else size
