@@ -11,11 +11,14 @@ from __future__ import annotations
 import random
 import zlib
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
 from pagetable.engine import SamplingParams, Scheduler, Sequence, Step, StepOutput, TokenLogprobs
-from pagetable.memory import BlockManager
+from pagetable.memory import BlockManager, CacheHints
+from tests.memory.lhc_structure import check_structure
+from tests.memory.timed_requests import Clock
 
 History = tuple[str | None, tuple[int, ...]]
 
@@ -100,15 +103,41 @@ def check_prompt_logprobs(seq: Sequence) -> None:
     assert not seq.num_output_tokens or len(seq.prompt_logprobs) == len(every), "prompt log-probabilities are lost"
 
 
-def storm(seed: int, manager_class: type[BlockManager] = BlockManager, *, checked: bool = True) -> BlockManager:
+class Talk:
+    """What clients say to the cache: hints, ends of sessions; and a clock that moves by steps of any size, or back."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(~seed)  # its own, so that a storm is the same with and without
+        self.clock = Clock()
+
+    def hints(self) -> CacheHints:
+        choice = self.rng.choice
+        return CacheHints(
+            session_id=choice([None, "a", "b", "c"]),
+            end_session=choice([True, False, False, False]),
+            expected_idle_s=choice([None, None, 0, 60.5]),
+            cache_priority=choice([None, None, 0, 100]),
+            ttl_s=choice([None, None, 0, 30.5]),
+        )
+
+    def go_on(self, manager: BlockManager) -> None:
+        self.clock.now += self.rng.choice([0, 0, 0.1, 1, 60, 1e5, -60])
+        if self.rng.random() < 0.1:
+            manager.end_session(self.rng.choice("abc"), self.rng.choice([None, "a", "b"]))
+
+
+def storm(
+    seed: int, manager_class: type[BlockManager] = BlockManager, *, checked: bool = True, policy: str | None = None
+) -> BlockManager:
     """Random requests through a tiny pool until all have ended; raises WrongKV or InvariantError on any fault.
 
-    Returns the manager, with every block free again.
+    With an eviction policy they come with hints and as time passes. Returns the manager, with every block free again.
     """
-    rng = random.Random(seed)
+    rng, talk = random.Random(seed), None if policy is None else Talk(seed)
     block_size = rng.choice([1, 2, 4])
     num_blocks = rng.randint(3, 14)
-    manager = manager_class(num_blocks, block_size, enable_prefix_caching=rng.random() < 0.95)
+    options: dict[str, Any] = {} if talk is None else {"eviction_policy": policy, "clock": talk.clock}
+    manager = manager_class(num_blocks, block_size, enable_prefix_caching=rng.random() < 0.95, **options)
     scheduler = Scheduler(
         manager,
         max_num_seqs=rng.randint(1, 6),
@@ -125,7 +154,11 @@ def storm(seed: int, manager_class: type[BlockManager] = BlockManager, *, checke
         while to_come and rng.random() < 0.4:
             to_come -= 1
             everyone.append(_request(rng, prompts, block_size, num_blocks))
+            if talk is not None:
+                everyone[-1].cache_hints = talk.hints()
             scheduler.add(everyone[-1])
+        if talk is not None:
+            talk.go_on(manager)
         _disturb(rng, scheduler, manager, everyone)
         step = scheduler.schedule()
         if step is None:
@@ -136,6 +169,8 @@ def storm(seed: int, manager_class: type[BlockManager] = BlockManager, *, checke
         _run(rng, scheduler, runner, step, everyone)
         if checked:
             manager.check()
+        if policy == "lhc":
+            check_structure(manager)
     else:
         raise AssertionError("the requests do not end")
     assert all(seq.is_finished for seq in everyone)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from pagetable.memory import BlockManager, InvariantError
+from pagetable.memory import EVICTION_POLICIES, BlockManager, InvariantError
+from pagetable.memory.lhc import LHC
 from tests.engine.shadow_kv import WrongKV, storm
 
 NUM_STORMS = int(os.environ.get("STORMS", 4000))
@@ -36,6 +37,26 @@ def test_storms_are_clean_when_hashes_collide_all_the_time(monkeypatch: pytest.M
             storm(seed)
         except Exception as error:
             raise AssertionError(f"seed {seed}") from error
+
+
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
+def test_storms_with_hints_and_ends_of_sessions_are_clean_under_every_policy(policy: str):
+    for seed in range(NUM_STORMS // (16 if policy == "lhc" else 80)):
+        try:
+            storm(seed, checked=policy != "lhc" or seed % 8 == 0, policy=policy)
+        except Exception as error:
+            raise AssertionError(f"seed {seed}") from error
+
+
+def test_storms_with_hints_do_all_that_they_are_for_too():
+    managers = [storm(seed, checked=False, policy="lhc") for seed in range(150)]
+    stats = [manager.stats() for manager in managers]
+    assert sum(s.hit_tokens for s in stats) > 300
+    assert sum(s.evictions for s in stats) > 300
+    assert sum(s.preemptions for s in stats) > 40
+    policies = [manager.eviction_policy for manager in managers]
+    assert all(isinstance(policy, LHC) for policy in policies)
+    assert sum(policy.hazards.num_waiting for policy in policies if isinstance(policy, LHC)) > 300
 
 
 def test_storms_do_hit_evict_preempt_and_share():

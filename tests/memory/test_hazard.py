@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
-from heapq import heappop, heappush
 from itertools import product
 
 import numpy as np

@@ -181,7 +181,7 @@ def test_what_two_sessions_share_outlives_what_one_has():
 
 
 def test_a_priority_is_compared_with_the_others_of_the_same_salt():
-    manager, clock = timed_manager(100)
+    manager, _ = timed_manager(100)
     for i in range(300):  # this tenant shouts all the time
         serve(manager, [1000 + i], CacheHints(cache_priority=100), "loud")
     manager.reset_prefix_cache()
@@ -287,7 +287,7 @@ def test_after_a_reset_the_contents_are_gone_and_the_hazards_are_not():
     compute(manager, running)
     manager.deallocate(running)
     assert not is_cached(manager, [7])
-    for i in range(3):
+    for _ in range(3):
         serve(manager, [7, 8, 9])
         check_structure(manager)
     assert is_cached(manager, [7, 8, 9])

@@ -139,7 +139,7 @@ def test_what_another_computed_at_the_same_time_is_not_its_own(name: str):
 
 @every_policy
 def test_what_another_computed_again_after_a_preemption_is_not_its_own(name: str):
-    """It had those blocks before, lost them, and turned to the session's. Once that was not noted: parents went first."""
+    """It had those blocks before, lost them, and turned to the session's: once unnoticed, and parents went first."""
     manager = made(name, 12)
     other = started(manager, [11, 12, 13, 14], B)
     manager.preempt(other)

@@ -218,7 +218,7 @@ class LHC(Runs):
         means.move_to_end(tenant)
         if len(means) > NUM_TENANTS:
             means.popitem(last=False)
-        return float(2.0 ** ((priority - mean) / LOUDNESS))
+        return float(2.0 ** (round(priority - mean) / LOUDNESS))  # whole points, or a rest of one would win all ties
 
     def _tick(self) -> float:
         """The time, which never runs backwards."""
