@@ -86,7 +86,7 @@ def hints(report: Report, path: Path) -> None:
     table = Table(
         f"{path.name}: ends of sessions declared; hits, % of block accesses",
         ["", *(f"{share:.0%}" for share in SHARES)],
-        note="A lie: an end is declared, and the session goes on. True for each request: an end on all that leave nothing of use.",
+        note="A lie: the session goes on. True for each request: an end on all that leave nothing of use.",
     )
     cases = {"nobody": (0.0, 0.0), "half": (0.5, 0.0), "all": (1.0, 0.0), "all, 20 % lies": (1.0, 0.2)}
     for policy in ("lru", "lhc"):
@@ -238,19 +238,19 @@ def _token_rate(workload: Workload, policy: str, capacity: int) -> float:
 # ------------------------------------------------------------------------------------------------------------- timed
 
 
-def timed(report: Report, path: Path, speed: float) -> None:
+def timed(report: Report, path: Path, slowdown: float) -> None:
     """Requests overlap, wait for each other and are preempted."""
     workload = Workload(Trace(path))
     num_nodes = analyse(workload).reuse.num_nodes
     table = Table(
-        f"{path.name}: in time, {speed:g} times as slow as it was, built-in cost model",
+        f"{path.name}: in time, {slowdown:g} times as slow as it was, built-in cost model",
         ["", "hits, %", "TTFT p50, s", "p90", "mean", "busy, s"],
         note="busy: seconds of computing for the same answers, so that throughput is one over it.",
     )
     for share in SHARES[:3]:
         for policy in ("lru", "lhc"):
             size = capacity_of(share, num_nodes)
-            result = TimedReplay(workload, policy, size, DEFAULT_COST, Limits(), speed=1 / speed).run()
+            result = TimedReplay(workload, policy, size, DEFAULT_COST, Limits(), speed=1 / slowdown).run()
             p50, p90 = np.percentile(result.ttft, (50, 90)).tolist()
             rate = 100 * result.num_hits / result.num_accesses
             row = [f"{rate:.2f}", p50, p90, float(np.mean(result.ttft)), result.busy]

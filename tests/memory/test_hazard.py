@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 
 from pagetable.memory.hazard import (
-    BELIEF,
     EDGES,
     ENDED,
+    ENDED_HAZARD,
     EXPECTED,
-    HEAVIEST,
     KEPT,
     LEFT_BEHIND,
+    MAX_WEIGHT,
     NEW,
     NUM_BUCKETS,
     NUM_CLASSES,
@@ -27,9 +27,9 @@ from pagetable.memory.hazard import (
     PREFIX,
     PRIOR_EVENTS,
     PRIOR_HAZARD,
+    PRIOR_REUSES,
     SHARED,
     SIZES,
-    STRENGTH,
     TURNS,
     Floats,
     HazardTable,
@@ -67,7 +67,7 @@ class PlainTable:
     def open(self, record: int, row: int, num_blocks: int, now: float, ttl: float) -> None:
         self.blocks_opened.append(num_blocks)
         mean = sum(self.blocks_opened) / len(self.blocks_opened)
-        self.waiting[record] = Wait(row, min(HEAVIEST, num_blocks / mean), now, ttl)
+        self.waiting[record] = Wait(row, min(MAX_WEIGHT, num_blocks / mean), now, ttl)
 
     def part(self, record: int, share: float) -> Wait:
         """Take this share out of a wait."""
@@ -111,8 +111,8 @@ def plain_smoothed(events: Floats, at_risk: Floats) -> Floats:
     def drawn_to(above: list[float], rows: list[int]) -> list[float]:
         ev = [sum(events[row, bucket] for row in rows) for bucket in range(NUM_BUCKETS)]
         ex = [sum(at_risk[row, bucket] for row in rows) for bucket in range(NUM_BUCKETS)]
-        level = (sum(ev) + STRENGTH) / (sum(x * h for x, h in zip(ex, above, strict=True)) + STRENGTH)
-        return [(e + STRENGTH) / (x + STRENGTH / (level * h)) for e, x, h in zip(ev, ex, above, strict=True)]
+        level = (sum(ev) + PRIOR_REUSES) / (sum(x * h for x, h in zip(ex, above, strict=True)) + PRIOR_REUSES)
+        return [(e + PRIOR_REUSES) / (x + PRIOR_REUSES / (level * h)) for e, x, h in zip(ev, ex, above, strict=True)]
 
     classes = list(product(range(2), range(SIZES), range(TURNS), range(OUTPUTS)))
 
@@ -125,7 +125,7 @@ def plain_smoothed(events: Floats, at_risk: Floats) -> Floats:
 
     hazard = [of(path) for path in classes]
     for row in range(NUM_CLASSES, NUM_ROWS):
-        hazard.append(drawn_to([h * (BELIEF if row == ENDED else 1) for h in of(())], [row]))
+        hazard.append(drawn_to([h * (ENDED_HAZARD if row == ENDED else 1) for h in of(())], [row]))
     return np.array(hazard)
 
 
@@ -238,7 +238,7 @@ def test_without_data_the_hazard_is_the_prior():
     nothing = np.zeros((NUM_ROWS, NUM_BUCKETS))
     hazard = smoothed(nothing, nothing)
     for row in range(NUM_ROWS):
-        np.testing.assert_allclose(hazard[row], PRIOR_HAZARD * (BELIEF if row == ENDED else 1.0), rtol=1e-12)
+        np.testing.assert_allclose(hazard[row], PRIOR_HAZARD * (ENDED_HAZARD if row == ENDED else 1.0), rtol=1e-12)
     middle = 2.0 ** (np.arange(NUM_BUCKETS - 1) / 2 + 0.25)  # of all buckets but the first
     np.testing.assert_allclose(PRIOR_HAZARD[1:], 0.03 / middle)
 

@@ -129,7 +129,7 @@ def think(rng: random.Random) -> float:
 
 @cache
 def hits_in_a_tight_pool() -> float:
-    return hits_of({"client": saying(chats(3, 1000, 1.0, think), lambda it: NO_HINTS, "client")}, 780)["client"]
+    return hits_of({"client": saying(chats(3, 800, 1.0, think), lambda it: NO_HINTS, "client")}, 780)["client"]
 
 
 LIES: dict[str, Say] = {
@@ -147,14 +147,14 @@ LIES: dict[str, Say] = {
 
 @pytest.mark.parametrize("lie", LIES)
 def test_a_client_alone_neither_loses_nor_gains_by_a_lie(lie: str):
-    requests = saying(chats(3, 1000, 1.0, think), LIES[lie], "client")
+    requests = saying(chats(3, 800, 1.0, think), LIES[lie], "client")
     assert hits_of({"client": requests}, 780)["client"] == pytest.approx(hits_in_a_tight_pool(), abs=0.02)
 
 
 @cache
 def two_clients() -> tuple[list[Request], list[Request]]:
     fresh = count(1)
-    return chats(11, 1200, 2.0, think, fresh=fresh), chats(22, 1200, 2.0, think, fresh=fresh)
+    return chats(11, 900, 2.0, think, fresh=fresh), chats(22, 900, 2.0, think, fresh=fresh)
 
 
 def hits_of_both(say: Say) -> dict[str, float]:
@@ -191,11 +191,11 @@ def test_true_ends_help_who_says_them_and_the_others():
 
 
 def hits_with_clock(shown: Callable[[float], float]) -> tuple[float, float]:
-    """Share of hits before and after 500 s, when the clock shows this instead of the time."""
+    """Share of hits before and after 400 s, when the clock shows this instead of the time."""
     manager, clock = timed_manager(780, BLOCK_SIZE)
     hits, possible = [0, 0], [0, 0]
-    for i, request in enumerate(sorted(chats(0, 1000, 1.0, think), key=lambda it: it.at)):
-        clock.now, late = shown(request.at), request.at >= 500
+    for i, request in enumerate(sorted(chats(0, 800, 1.0, think), key=lambda it: it.at)):
+        clock.now, late = shown(request.at), request.at >= 400
         num_hits = serve(manager, request.token_ids)
         if request.kind == "back":
             hits[late] += num_hits
@@ -208,7 +208,7 @@ def hits_with_clock(shown: Callable[[float], float]) -> tuple[float, float]:
 def test_a_clock_that_jumps_ahead_by_days_costs_nothing_that_counts():
     before, after = hits_with_clock(lambda at: at)
     for days in (3, 10_000):
-        jumped = hits_with_clock(lambda at, days=days: at + 86_400 * days * (at >= 500))
+        jumped = hits_with_clock(lambda at, days=days: at + 86_400 * days * (at >= 400))
         assert jumped[0] == before
         assert jumped[1] > after - 0.05
 
@@ -222,7 +222,7 @@ def test_a_clock_that_jumps_again_and_again_costs_a_part():
 
 def test_a_clock_that_goes_back_is_taken_to_stand_still_until_it_is_there_again():
     before, after = hits_with_clock(lambda at: at)
-    back = hits_with_clock(lambda at: at - 300 * (at >= 500))
+    back = hits_with_clock(lambda at: at - 300 * (at >= 400))
     assert back[0] == before
     assert back[1] > 0.3 * after
 
@@ -230,7 +230,7 @@ def test_a_clock_that_goes_back_is_taken_to_stand_still_until_it_is_there_again(
 @pytest.mark.parametrize("shown", [lambda at: 0.0, lambda at: -at, lambda at: 1e12, lambda at: -1e12])
 def test_a_clock_that_stands_still_makes_it_no_worse_than_lru(shown: Callable[[float], float]):
     manager, clock = timed_manager(780, BLOCK_SIZE, "lru")
-    requests = chats(0, 1000, 1.0, think)
+    requests = chats(0, 800, 1.0, think)
     lru = play(manager, clock, requests)["back"]
     possible = sum((len(it.token_ids) - 1) // BLOCK_SIZE - 2 for it in requests if it.kind == "back")
     assert sum(hits_with_clock(shown)) / 2 > lru / possible - 0.01

@@ -76,7 +76,7 @@ HOSTILE: dict[str, Callable[[int], tuple[list[int], CacheHints]]] = {
     "the longest names": lambda i: ([i], CacheHints(f"{i:0{LONGEST_SESSION_ID}}", ttl_s=i + 0.5, expected_idle_s=i)),
     "all ended": lambda i: ([i, i], CacheHints(f"{i:0{LONGEST_SESSION_ID}}", end_session=True)),
     "a tree": lambda i: ([i >> bit & 1 for bit in range(12)], CacheHints(str(i))),
-    "one prefix": lambda i: ([*range(i % 50), -1 - i], CacheHints(str(i))),
+    "one prefix": lambda i: ([*range(i % 30), -1 - i], CacheHints(str(i))),
 }
 
 

@@ -320,11 +320,10 @@ class BlockManager:
         return self._demote(session) if self._sessions.end(session) else 0
 
     def _demote(self, session: SessionKey) -> int:
-        # An own block in use is used by nobody but a request that has not begun as one of a session: leave it out.
-        idle = [block_id for block_id in self._sessions.own_blocks(session) if not self.blocks[block_id].ref_count]
-        if idle:
-            self.eviction_policy.demote(idle)
-        return len(idle)
+        own = self._sessions.own_blocks(session)  # all idle: nobody else uses them, and no request of it runs
+        if own:
+            self.eviction_policy.demote(own)
+        return len(own)
 
     def reset_prefix_cache(self) -> None:
         """Forget every content (after new weights, too). Live sequences finish, and register nothing more."""

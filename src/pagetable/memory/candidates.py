@@ -28,6 +28,7 @@ class Candidates:
         self._blocks_per_ranking = max(1, num_blocks // SHARE_PER_RANKING)
         self._budget = 0  # blocks that may still leave before all are ranked anew
         self._ranked_at = -math.inf
+        self._highest_listed = -math.inf
         self._num_stamps = 0
         self._shortlist: list[tuple[float, float, int, Any]] = []  # score, since, stamp, run; a heap
         self._free = list(range(255, -1, -1))
@@ -68,10 +69,13 @@ class Candidates:
         while True:
             if not self._shortlist:
                 self._rank(now)
-            _, _, stamp, run = self._shortlist[0]
-            if run.stamp == stamp:
+            score, _, stamp, run = self._shortlist[0]
+            if run.stamp != stamp:
+                heappop(self._shortlist)
+            elif score > self._highest_listed:  # something that is not listed is lower
+                self._rank(now)
+            else:
                 return run
-            heappop(self._shortlist)
 
     def note_left(self, num_blocks: int) -> None:
         """So many blocks are about to leave."""
@@ -105,7 +109,8 @@ class Candidates:
             scores[shared] = np.maximum(np.maximum(scores[shared], index[SHARED, buckets[shared]]), floor)
         scores *= self._factor[slots]
         num = min(len(slots), max(SHORTEST_LIST, self._budget))
-        lowest = np.argpartition(scores, num - 1)[:num] if num < len(slots) else np.arange(num)
+        lowest = np.argpartition(scores, num - 1)[:num]
+        self._highest_listed = float(scores[lowest[-1]]) if num < len(slots) else math.inf
         self._shortlist = []
         entries = (slots[lowest].tolist(), scores[lowest].tolist(), self._since[slots[lowest]].tolist())
         for slot, score, since in zip(*entries, strict=True):
@@ -121,6 +126,7 @@ class Candidates:
         heappush(self._shortlist, (score, since, run.stamp, run))
         if len(self._shortlist) > 4 * len(self._runs):  # most of it is out of date
             self._shortlist.clear()
+            self._highest_listed = -math.inf
 
     def _grow(self) -> None:
         size = len(self._runs)

@@ -1,4 +1,4 @@
-"""How likely idle K/V is to be used within the next second: learned by class and age, whatever its shape.
+"""How likely idle K/V is to be used within the next second: learned by class and age, no shape of the curve assumed.
 
 The *hazard* is the chance a second that something idle is reused now, given that it has waited so long. It is estimated
 as reuses over time at risk, in buckets of age. Waits that have not ended yet are time at risk too (they are
@@ -7,7 +7,7 @@ as reuses over time at risk, in buckets of age. Waits that have not ended yet ar
 What ranks victims is not the hazard now but the *index*: over all horizons T the best ratio of the chance of a reuse
 within T to the time spent waiting for it (Gittins, Journal of the Royal Statistical Society B 41(2), 1979; in caches
 Beckmann, Chen, Cidon, LHD, NSDI 2018). People read before they answer, so nobody comes back within the first seconds:
-without looking ahead everything would be thrown out just before it is wanted.
+a ranking by the hazard now throws out a fresh chat first, just before it is wanted.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ NUM_ROWS = KEPT + 8
 
 PRIOR_HAZARD: Floats = 0.03 / np.sqrt(np.maximum(EDGES[:-1], 0.5) * EDGES[1:])  # as likely within each octave
 PRIOR_EVENTS = 0.5
-STRENGTH = 10.0  # reuses that a class must have seen to outweigh the class above it
-BELIEF = 0.05  # hazard of what was declared over, as a share of all others', until experience says otherwise
-HEAVIEST = 20.0  # a record weighs at most so many mean ones
-AT_ONCE = 128  # closed records that are learned from together
+PRIOR_REUSES = 10.0  # reuses that a class must have seen to outweigh the class above it
+ENDED_HAZARD = 0.05  # hazard of what was declared over, as a share of all others', until experience says otherwise
+MAX_WEIGHT = 20.0  # a record weighs at most so many mean ones
+CLOSED_PER_BATCH = 128  # closed records that are learned from together
 STATE_VERSION = 1
 LARGEST = 1e18  # number in a state; a thousand years of a million waiting records are fewer seconds
 
@@ -111,7 +111,7 @@ class HazardTable:
         self.sum_blocks += num_blocks
         record = self._free.pop()
         self._row[record] = row
-        self._weight[record] = min(HEAVIEST, num_blocks * self.num_opened / self.sum_blocks)
+        self._weight[record] = min(MAX_WEIGHT, num_blocks * self.num_opened / self.sum_blocks)
         self._since[record] = now
         self._ttl[record] = ttl
         return record
@@ -144,7 +144,7 @@ class HazardTable:
     def _note(self, record: int, weight: float, now: float, is_reuse: bool) -> None:
         age = now - float(self._since[record])
         self._closed.append((int(self._row[record]), weight, age, float(self._ttl[record]), is_reuse))
-        if len(self._closed) >= AT_ONCE:
+        if len(self._closed) >= CLOSED_PER_BATCH:
             self._learn()
 
     def _grow(self) -> None:
@@ -244,15 +244,15 @@ def smoothed(events: Floats, at_risk: Floats) -> Floats:
         below = tuple(range(level, 4))
         hazard = _drawn_to(hazard[..., None, :], class_events.sum(axis=below), class_at_risk.sum(axis=below))
     others = np.tile(root, (NUM_ROWS - NUM_CLASSES, 1))
-    others[ENDED - NUM_CLASSES] *= BELIEF
+    others[ENDED - NUM_CLASSES] *= ENDED_HAZARD
     others = _drawn_to(others, events[NUM_CLASSES:], at_risk[NUM_CLASSES:])
     return np.concatenate([hazard.reshape(NUM_CLASSES, NUM_BUCKETS), others])
 
 
 def _drawn_to(above: Floats, events: Floats, at_risk: Floats) -> Floats:
     """A class first takes over the shape of the one above, scaled to its own level; then its own reuses bend it."""
-    level = (events.sum(axis=-1) + STRENGTH) / ((at_risk * above).sum(axis=-1) + STRENGTH)
-    hazard: Floats = (events + STRENGTH) / (at_risk + STRENGTH / (level[..., None] * above))
+    level = (events.sum(axis=-1) + PRIOR_REUSES) / ((at_risk * above).sum(axis=-1) + PRIOR_REUSES)
+    hazard: Floats = (events + PRIOR_REUSES) / (at_risk + PRIOR_REUSES / (level[..., None] * above))
     return hazard
 
 

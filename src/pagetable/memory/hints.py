@@ -13,13 +13,13 @@ LONGEST_TIME = 1e9  # seconds, thirty years
 class CacheHints:
     """Hints on how long the K/V of a request is worth keeping. They cost or gain speed, and never change an answer.
 
-    None pins anything: they are weighed by what came of earlier ones. ValueError for what is out of range.
+    No hint pins anything: each is weighed by what came of earlier ones. ValueError for what is out of range.
     """
 
     session_id: str | None = None  # requests with the same one, and the same cache salt, belong together
     end_session: bool = False  # nothing will follow this request
     expected_idle_s: float | None = None  # seconds until the next one, about
-    cache_priority: int | None = None  # 0 to 100, as compared with other requests of the same salt; 50 is normal
+    cache_priority: int | None = None  # 0 to 100, as compared with other requests of the same salt; None is 50
     ttl_s: float | None = None  # seconds after which nothing will follow any more
 
     def __post_init__(self) -> None:

@@ -31,10 +31,11 @@ from pagetable.memory.hints import NO_HINTS, CacheHints
 from pagetable.memory.runs import Run, Runs, Use, digests_of
 
 GHOSTS = 5  # times as many blocks are remembered as there are
-MEMORY = 0.998  # of the share of sessions that go on from their very last block, at each that goes on
+SHARE_DECAY = 0.998  # what each session that goes on leaves of the old mean
 SMOOTHING = 0.3  # of the interval between uses of what is shared
-FEWEST, MOST = 10, 250  # requests between two refreshes of the table; at the start a fifth of all so far
-LOUDNESS = 10.0  # points of cache_priority that double a score
+MIN_PER_REFRESH, MAX_PER_REFRESH = 10, 250  # requests between two refreshes; at the start a fifth of all so far
+NORMAL_PRIORITY = 50  # of a request that gives none
+POINTS_PER_DOUBLING = 10.0  # of cache_priority, of a score
 NUM_TENANTS = 1024  # whose mean priority is known
 
 
@@ -51,7 +52,7 @@ class LHC(Runs):
         self._now = 0.0
         self.hazards = HazardTable()
         self._num_uses = 0
-        self._num_uses_at_refresh = FEWEST
+        self._num_uses_at_refresh = MIN_PER_REFRESH
         self._last_block_share = 0.5  # of sessions that go on from the very last block, full by chance
         self._mean_priority: OrderedDict[str | None, float] = OrderedDict()
         self._forget_all(self._num_blocks)
@@ -76,24 +77,15 @@ class LHC(Runs):
     ) -> Use:
         """A request is admitted, its full blocks have these hashes. What waited for it has been reused."""
         now = self._tick()
-        self._num_uses += 1
-        if self._num_uses >= self._num_uses_at_refresh:
-            self.hazards.refresh(now)
-            self._num_uses_at_refresh = self._num_uses + min(MOST, max(FEWEST, self._num_uses // 5))
-        session = None if hints.session_id is None else (tenant, hints.session_id)
-        use = Use(session, hints)
-        if hints.cache_priority is not None:
-            use.factor = self._loudness(hints.cache_priority, tenant)
+        self._refresh_when_due(now)
+        use = Use(None if hints.session_id is None else (tenant, hints.session_id), hints)
+        use.factor = self._factor_of(hints.cache_priority, tenant)
         path, rest = self._walk(digests_of(hashes))
-        goes_on = False
-        if path:
-            tip = path[-1]
-            use.found = tip.start + tip.length
-            if not tip.is_shared:
-                goes_on = self._goes_on(use, tip, rest)
-                self._reuse(tip.last, use.found, goes_on, rest, now)
-                if goes_on:
-                    use.turn = tip.last.turn + 1
+        use.found = path[-1].start + path[-1].length if path else 0
+        use.num_new_tokens = max(0, num_tokens - use.found * self._block_size)
+        goes_on = bool(path) and self._goes_on(use, path[-1], rest)
+        if path and not path[-1].is_shared:
+            self._come_back(use, path[-1].last, goes_on, rest, now)
         for run in path:
             if run.is_shared or not goes_on:
                 self._share(run, now)
@@ -101,8 +93,35 @@ class LHC(Runs):
             self._take_over(run, use, now)
             if run.slot >= 0:
                 self._offer(run)  # an idle block that is to be computed again all the same
-        use.num_new_tokens = max(0, num_tokens - use.found * self._block_size)
         return use
+
+    def _refresh_when_due(self, now: float) -> None:
+        self._num_uses += 1
+        if self._num_uses >= self._num_uses_at_refresh:
+            self.hazards.refresh(now)
+            self._num_uses_at_refresh = self._num_uses + min(MAX_PER_REFRESH, max(MIN_PER_REFRESH, self._num_uses // 5))
+
+    def _come_back(self, use: Use, last: Use, goes_on: bool, rest: Run | None, now: float) -> None:
+        """The chain of `last` is used up to block `use.found`, by its next turn or a stranger. `rest` lies behind."""
+        if last.is_running:
+            return
+        self._reuse(last, use.found, now)
+        if rest is None:
+            self._close_records(last, now)
+        if goes_on:
+            use.turn = last.turn + 1
+            self._last_block_share += (1.0 - SHARE_DECAY) * ((use.found >= last.num_blocks) - self._last_block_share)
+            if rest is not None and last.new_row != LEFT_BEHIND and use.found < last.num_blocks:
+                self._leave_behind(last, use.found, rest, now)
+
+    def _leave_behind(self, last: Use, found: int, rest: Run, now: float) -> None:
+        """A session has gone on from block `found` of its last chain: what lies behind begins another wait."""
+        if last.new_record >= 0:
+            self.hazards.close(last.new_record, now)
+        last.new_record = self.hazards.open(LEFT_BEHIND, last.num_blocks - found, now)
+        last.new_row, last.ended_at = LEFT_BEHIND, now
+        if rest.slot >= 0:
+            self._offer(rest)
 
     def end(self, use: Use, num_blocks: int, num_output_tokens: int) -> None:
         """A request has ended, the first `num_blocks` blocks of its chain have a content. They begin to wait."""
@@ -151,7 +170,7 @@ class LHC(Runs):
             use.prefix_record = self.hazards.open(use.prefix_row, use.found - use.shared, now, ttl)
 
     def _close_records(self, use: Use, now: float) -> None:
-        """Nothing of what a request left is known any more."""
+        """End the waits of what a request left, without a reuse."""
         for record in (use.new_record, use.prefix_record):
             if record >= 0:
                 self.hazards.close(record, now)
@@ -159,39 +178,24 @@ class LHC(Runs):
 
     def _goes_on(self, use: Use, tip: Run, rest: Run | None) -> bool:
         """Whether a request that ends in a private run, or leaves it there, is the next turn of its session."""
-        if tip.last.is_running:
+        if tip.is_shared or tip.last.is_running:
             return False
         if use.session is not None and tip.last.session is not None:
             return use.session == tip.last.session
-        # One known continuation, that of the last turn, is what an answer in a last, partial block looks like.
+        # At most one known continuation here, the last block of the turn before. With more, chats branch here.
         return tip.num_branches(use.found) + (rest is not None and not rest.block_ids) <= 1
 
-    def _reuse(self, last: Use, found: int, goes_on: bool, rest: Run | None, now: float) -> None:
-        """The chain of the request `last` is used again up to block `found`. `rest` is what lies behind that."""
-        if last.is_running:
-            return
-        hazards = self.hazards
+    def _reuse(self, last: Use, found: int, now: float) -> None:
+        """The chain of the request `last` is used again up to block `found`: so much of its records is reused."""
         if last.prefix_record >= 0:
             share = (found - last.shared) / max(1, last.found - last.shared)
-            if not hazards.reuse(last.prefix_record, now, min(1.0, max(0.0, share))):
+            if not self.hazards.reuse(last.prefix_record, now, min(1.0, max(0.0, share))):
                 last.prefix_record = -1
         if last.new_record >= 0:  # its last block, which is partial in most traces, does not count
             low, high = max(last.found, last.shared), last.num_blocks - 1
             share = 1.0 if found >= high else max(0.0, (found - low) / max(1, high - low))
-            if not hazards.reuse(last.new_record, now, share):
+            if not self.hazards.reuse(last.new_record, now, share):
                 last.new_record = -1
-        if goes_on:
-            self._last_block_share += (1.0 - MEMORY) * ((found >= last.num_blocks) - self._last_block_share)
-        if rest is None:
-            self._close_records(last, now)
-        elif goes_on and last.new_row != LEFT_BEHIND and found < last.num_blocks:
-            if last.new_record >= 0:
-                hazards.close(last.new_record, now)
-            last.new_record = hazards.open(LEFT_BEHIND, last.num_blocks - found, now)
-            last.new_row = LEFT_BEHIND
-            last.ended_at = now
-            if rest.slot >= 0:
-                self._offer(rest)
 
     def _take_over(self, run: Run, use: Use, now: float) -> None:
         """A run is used by another request than before."""
@@ -199,7 +203,8 @@ class LHC(Runs):
         use.num_runs += 1
         last.num_runs -= 1
         if not last.num_runs:  # so all that waited for it has been reused
-            self._reuse(last, run.start + run.length, False, None, now)
+            self._reuse(last, run.start + run.length, now)
+            self._close_records(last, now)
 
     def _share(self, run: Run, now: float) -> None:
         """One more session uses a run."""
@@ -210,15 +215,22 @@ class LHC(Runs):
         run.is_shared = True
         run.record = self.hazards.open(SHARED, run.length, now)
 
-    def _loudness(self, priority: int, tenant: str | None) -> float:
-        """What a priority is worth next to the others of a tenant: who always shouts is not heard better."""
+    def _factor_of(self, priority: int | None, tenant: str | None) -> float:
+        """What a priority is worth next to the others of a tenant: who always asks for 100 gets what others get for 50.
+
+        A tenant that gives none at all is not noted. One that does begins with its first as the mean.
+        """
         means = self._mean_priority
-        mean = means.get(tenant, 50.0)
+        if priority is None and tenant not in means:
+            return 1.0
+        priority = NORMAL_PRIORITY if priority is None else priority
+        mean = means.get(tenant, float(priority))
         means[tenant] = mean + 0.05 * (priority - mean)
         means.move_to_end(tenant)
         if len(means) > NUM_TENANTS:
             means.popitem(last=False)
-        return float(2.0 ** (round(priority - mean) / LOUDNESS))  # whole points, or a rest of one would win all ties
+        points = round(priority - mean)  # whole ones, or a rest of one would win all ties
+        return float(2.0 ** (points / POINTS_PER_DOUBLING))
 
     def _tick(self) -> float:
         """The time, which never runs backwards."""
@@ -241,7 +253,7 @@ class LHC(Runs):
     # ---------------------------------------------------------------- idle blocks
 
     def access(self, block_ids: Iterable[int]) -> None:
-        """Nothing: `begin` told more."""
+        """Nothing: `begin` saw all hashes."""
 
     def add(self, block_ids: Sequence[int]) -> None:
         """Blocks became idle."""
@@ -293,7 +305,7 @@ class LHC(Runs):
             stops.append(use.num_blocks - 1)
         if use.found < end:
             stops.append(use.found)
-        num = min(end - max(stops), GHOSTS * self._num_blocks)
+        num = end - max(stops)
         if not self._is_idle[run.block_ids[-num]]:  # whoever uses a block uses all before it
             num = next(i for i in range(1, num) if not self._is_idle[run.block_ids[-1 - i]])
         self._quota = num
@@ -304,7 +316,7 @@ class LHC(Runs):
         self._candidates.note_left(self._quota)
 
     def _settle(self, run: Run) -> None:
-        """What was to leave a run has left: is another block of it a candidate now, or the block before it?"""
+        """The chosen blocks have left: offer what is the end now, of this run or of the one above."""
         if run.block_ids:
             self._offer(run)
             return
@@ -327,7 +339,7 @@ class LHC(Runs):
         use = run.last
         row = use.prefix_row if end <= use.found else use.new_row
         factor, ttl = use.factor, math.inf if use.hints.ttl_s is None else use.hints.ttl_s
-        if use.is_running:  # preempted, it comes back soon
+        if use.is_running:  # preempted, or it will compute this again: it comes back soon
             row, factor = SHARED, math.inf
             use.guarded = use.guarded or []
             if run not in use.guarded[-1:]:

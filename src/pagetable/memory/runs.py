@@ -1,8 +1,8 @@
 """The chains of all requests in pieces: what always was used together lies in one *run*, and one note does for it all.
 
 A request goes through the runs from the root on; where it leaves one in the middle, the run is cut in two. Runs also
-remember blocks that left (*ghosts*), so that a session is known again when it comes back. What it costs follows
-requests and their branches, not blocks.
+remember blocks that left (*ghosts*), so that a session is known again when it comes back. Notes are as many
+as requests and branches, not as blocks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,14 @@ import numpy as np
 from pagetable.memory.hints import CacheHints
 from pagetable.memory.sessions import SessionKey
 
-WIDTH = 8  # bytes of a hash that are kept: they rank, and prove nothing
+DIGEST_BYTES = 8  # bytes of a hash that are kept: they rank, and prove nothing
 
 
 class Use:
-    """What a request did with its chain: [0, shared) are blocks of others as well, [shared, found) it found too."""
+    """What a request did with its chain, by blocks from the root.
+
+    [0, shared) are used by other sessions too, [shared, found) were known when it began, [found, num_blocks) it added.
+    """
 
     __slots__ = (
         "ended_at",
@@ -61,7 +64,7 @@ class Use:
 
 
 class Run:
-    """A piece of a chain: its first blocks are here, the others left, and nothing tells them apart but their place."""
+    """A piece of a chain. Its first `len(block_ids)` blocks are in memory; those behind them are ghosts."""
 
     __slots__ = (
         "block_ids",
@@ -82,8 +85,8 @@ class Run:
     def __init__(self, start: int, parent: int, hashes: bytes, last: Use, last_at: float) -> None:
         self.start = start  # how many blocks of the chain lie before it
         self.parent = parent  # the block before its first, if that is here; -1 for the root
-        self.head = hashes[:WIDTH]
-        self.hashes = bytearray(hashes)  # WIDTH bytes a block
+        self.head = hashes[:DIGEST_BYTES]
+        self.hashes = bytearray(hashes)  # DIGEST_BYTES bytes a block
         self.block_ids: list[int] = []  # of those that are here
         self.branches: dict[int, int] | None = None  # by depth, how many other runs that are here go on there
         self.last = last  # use
@@ -111,14 +114,19 @@ class Run:
             self.branches = self.branches or None
 
     @property
+    def end(self) -> int:
+        """How many blocks of the chain there are up to its last block that is here."""
+        return self.start + len(self.block_ids)
+
+    @property
     def length(self) -> int:
         """Blocks, here or gone."""
-        return len(self.hashes) // WIDTH
+        return len(self.hashes) // DIGEST_BYTES
 
     @property
     def num_ghosts(self) -> int:
         """Blocks that left."""
-        return len(self.hashes) // WIDTH - len(self.block_ids)
+        return len(self.hashes) // DIGEST_BYTES - len(self.block_ids)
 
 
 class Runs:
@@ -140,23 +148,22 @@ class Runs:
         """Nothing of a run is known any more."""
         raise NotImplementedError
 
+    def _run_at(self, digests: bytes, depth: int) -> Run | None:
+        """The run that begins with the first of these digests, `depth` blocks from the root."""
+        run = self._by_head.get(digests[:DIGEST_BYTES])
+        return run if run is not None and run.start == depth else None
+
     def _walk(self, digests: bytes) -> tuple[list[Run], Run | None]:
         """The runs that a chain begins with, cut where it leaves them, and what was cut off behind the last, if any."""
         path: list[Run] = []
-        at = 0
-        rest = None
-        while at < len(digests) and rest is None:
-            run = self._by_head.get(digests[at : at + WIDTH])
-            if run is None or run.start * WIDTH != at:
-                break
+        rest, depth = None, 0
+        while rest is None and (run := self._run_at(digests, depth)) is not None:
             path.append(run)
-            same = _num_same(digests[at : at + len(run.hashes)], run.hashes)
-            at += same * WIDTH
-            if same < run.length:
-                behind = self._cut(run, same)
-                following = self._by_head.get(digests[at : at + WIDTH])
-                if following is None or following.start * WIDTH != at:
-                    rest = behind
+            num_same = _num_same(digests[: len(run.hashes)], run.hashes)
+            depth, digests = depth + num_same, digests[num_same * DIGEST_BYTES :]
+            if num_same < run.length:
+                behind = self._cut(run, num_same)
+                rest = None if self._run_at(digests, depth) else behind
         return path, rest
 
     def register(
@@ -167,42 +174,54 @@ class Runs:
         They go on with ghosts as long as they are those, then with the run of this request, or with one of their own.
         """
         digests = digests_of(hashes)
-        done, above, depth = 0, None, 0
-        if parent is not None:
-            above = self._run_of[parent]
-            assert above is not None
-            is_tip = above.block_ids[-1] == parent
-            depth = above.start + (len(above.block_ids) if is_tip else above.block_ids.index(parent) + 1)
-        while done < len(block_ids):
-            if above is not None and depth == above.start + len(above.block_ids):
-                if above.num_ghosts:
-                    same = _num_same(digests[done * WIDTH :], above.hashes[len(above.block_ids) * WIDTH :])
-                    self._take_in(above, block_ids[done : done + same])
-                    self._num_ghosts -= same
-                    if not above.num_ghosts:
-                        del self._with_ghosts[above]
-                    done, depth = done + same, depth + same
-                    if same:
-                        continue
-                elif above.last is use and not above.is_shared:
-                    above.hashes += digests[done * WIDTH :]
-                    self._take_in(above, block_ids[done:])
+        run, depth = self._place_behind(parent)
+        while block_ids:
+            num = 0
+            if run is not None and depth == run.end:
+                if run.num_ghosts:
+                    num = self._bring_back(run, block_ids, digests)
+                elif run.last is use and not run.is_shared:
+                    run.hashes += digests
+                    self._take_in(run, block_ids)
                     return
-            before = block_ids[done - 1] if done else -1 if parent is None else parent
-            run = self._by_head.get(digests[done * WIDTH : (done + 1) * WIDTH])
-            is_back = run is not None and run.start == depth and not run.block_ids
-            if not is_back:
-                if above is not None and depth < above.start + above.length:
-                    self._cut(above, depth - above.start)
-                run = self._new_run(depth, before, digests[done * WIDTH :], use, self._now)
-            assert run is not None
-            if above is not None:
-                above.add_branch(depth)
-            if not is_back:
-                self._take_in(run, block_ids[done:])
-                return
-            run.parent = before
-            above = run
+            if num == 0:
+                run = self._branch(run, depth, -1 if parent is None else parent, digests, use)
+                num = self._bring_back(run, block_ids, digests)
+            parent, depth = block_ids[num - 1], depth + num
+            block_ids, digests = block_ids[num:], digests[num * DIGEST_BYTES :]
+
+    def _place_behind(self, parent: int | None) -> tuple[Run | None, int]:
+        """The run of a block, and how deep in the chain the next block lies."""
+        if parent is None:
+            return None, 0
+        run = self._run_of[parent]
+        assert run is not None
+        if run.block_ids[-1] == parent:
+            return run, run.end
+        return run, run.start + run.block_ids.index(parent) + 1
+
+    def _bring_back(self, run: Run, block_ids: list[int], digests: bytes) -> int:
+        """As many of these blocks as are the next ghosts of a run are in memory again. Returns how many."""
+        num = _num_same(digests, run.hashes[len(run.block_ids) * DIGEST_BYTES :])
+        self._take_in(run, block_ids[:num])
+        self._num_ghosts -= num
+        if not run.num_ghosts:
+            del self._with_ghosts[run]
+        return num
+
+    def _branch(self, above: Run | None, depth: int, parent: int, digests: bytes, use: Use) -> Run:
+        """The run that goes on behind the block `parent`: one of ghosts that begins so, or a new one."""
+        run = self._run_at(digests, depth)
+        if run is None or run.block_ids:
+            if above is not None and depth < above.start + above.length:
+                self._cut(above, depth - above.start)
+            run = self._new_run(depth, parent, digests, use, self._now)
+            self._num_ghosts += run.length
+            self._with_ghosts[run] = None
+        run.parent = parent
+        if above is not None:
+            above.add_branch(depth)
+        return run
 
     def _take_in(self, run: Run, block_ids: list[int]) -> None:
         run.block_ids += block_ids
@@ -218,10 +237,10 @@ class Runs:
     def _cut(self, run: Run, num_blocks: int) -> Run:
         """Leave a run its first blocks. The rest becomes a run of its own."""
         depth = run.start + num_blocks
-        rest = self._new_run(depth, -1, bytes(run.hashes[num_blocks * WIDTH :]), run.last, run.last_at)
+        rest = self._new_run(depth, -1, bytes(run.hashes[num_blocks * DIGEST_BYTES :]), run.last, run.last_at)
         rest.is_shared, rest.interval = run.is_shared, run.interval
         had_ghosts = run.num_ghosts > 0
-        del run.hashes[num_blocks * WIDTH :]
+        del run.hashes[num_blocks * DIGEST_BYTES :]
         if len(run.block_ids) > num_blocks:
             rest.parent = run.block_ids[num_blocks - 1]
             rest.block_ids = run.block_ids[num_blocks:]
@@ -244,7 +263,7 @@ class Runs:
         while num_blocks > 0 and self._with_ghosts:
             run = next(iter(self._with_ghosts))
             num = min(num_blocks, run.num_ghosts)
-            del run.hashes[len(run.hashes) - num * WIDTH :]
+            del run.hashes[len(run.hashes) - num * DIGEST_BYTES :]
             num_blocks -= num
             self._num_ghosts -= num
             if not run.num_ghosts:
@@ -257,14 +276,14 @@ class Runs:
 
 
 def digests_of(hashes: Sequence[bytes]) -> bytes:
-    """The first WIDTH bytes of each hash of 16."""
+    """The first DIGEST_BYTES bytes of each hash of 16."""
     return np.frombuffer(b"".join(hashes), "<u8")[::2].tobytes() if hashes else b""
 
 
 def _num_same(ours: bytes, theirs: bytes | bytearray) -> int:
     """How many digests are the same before the first that is not."""
     if ours == theirs:
-        return len(ours) // WIDTH
-    size = min(len(ours), len(theirs)) // WIDTH
+        return len(ours) // DIGEST_BYTES
+    size = min(len(ours), len(theirs)) // DIGEST_BYTES
     differ = np.frombuffer(ours, "<u8", size) != np.frombuffer(theirs, "<u8", size)
     return int(differ.argmax()) if differ.any() else size
