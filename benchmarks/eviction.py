@@ -131,7 +131,7 @@ def metered(workload: Workload, policy: str, capacity: int) -> tuple[float, list
     replay = CacheReplay(workload, policy, capacity)
     manager = replay._manager
     meter = Metered(manager.eviction_policy)
-    manager.eviction_policy = manager.free_block_ids.cached = meter  # type: ignore[assignment]
+    manager.free_block_ids.cached = manager._feed.policy = meter  # type: ignore[assignment]
     by_request = []
     for request, access in workload:
         before = meter.seconds

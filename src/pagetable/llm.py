@@ -247,7 +247,7 @@ class LLM:
             self.block_manager.reset_prefix_cache()
 
     def end_session(self, session_id: str, cache_salt: str | None = None) -> int:
-        """Nothing will follow in this session: its own cached blocks are the first to be evicted. Returns how many."""
+        """Nothing will follow in this session. Returns how many cached blocks are its own: see `CacheHints`."""
         with self._lock:
             return self.block_manager.end_session(session_id, cache_salt)
 

@@ -116,6 +116,7 @@ def test_a_last_block_goes_first_where_sessions_seldom_go_on_from_it():
         clock.now += 1
     manager.reset_prefix_cache()
     for i in range(4):
+        clock.now += 0.1
         serve(manager, [10 * i + 1, 10 * i + 2, 10 * i + 3])
     order = contents(manager)
     assert order[:4] == [3, 13, 23, 33]

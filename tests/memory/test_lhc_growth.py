@@ -25,7 +25,7 @@ FIXED = 400_000  # bytes at most, whatever the pool: the hazard table
 
 def bytes_per_block(manager: BlockManager) -> float:
     """Of the policy, beyond what is there whatever the pool, and of the sessions."""
-    num_bytes = deep_size(manager.eviction_policy) + deep_size(manager._sessions) - deep_size(LHC(1))
+    num_bytes = deep_size(manager.eviction_policy) + deep_size(manager._feed.sessions) - deep_size(LHC(1))
     return num_bytes / len(manager.blocks)
 
 
@@ -105,7 +105,7 @@ def test_sessions_are_forgotten_with_their_blocks():
         serve(manager, [i, i], CacheHints(f"session {i}", end_session=i % 3 == 0), cache_salt=f"salt {i % 7}")
         manager.end_session(f"session {i - 5}", f"salt {(i - 5) % 7}")
         manager.end_session(f"never heard of {i}")
-    assert deep_size(manager._sessions) < 20_000
+    assert deep_size(manager._feed.sessions) < 20_000
 
 
 def test_of_a_million_tenants_few_are_remembered():

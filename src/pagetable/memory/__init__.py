@@ -18,9 +18,10 @@ from pagetable.memory.events import (
 )
 from pagetable.memory.eviction import EvictionPolicy
 from pagetable.memory.eviction_state import load_eviction_state, save_eviction_state
-from pagetable.memory.free_queue import EVICTION_POLICIES, FreeQueue
+from pagetable.memory.free_queue import FreeQueue
 from pagetable.memory.hints import CacheHints
 from pagetable.memory.invariants import InvariantError
+from pagetable.memory.policies import EVICTION_POLICIES, make_policy
 from pagetable.memory.prefix import encode_root
 from pagetable.memory.statistics import CacheStats
 
@@ -50,5 +51,6 @@ __all__ = [
     "check_block_size",
     "encode_root",
     "load_eviction_state",
+    "make_policy",
     "save_eviction_state",
 ]

@@ -21,11 +21,11 @@ from pagetable.memory import events
 from pagetable.memory.block import Block, check_block_size
 from pagetable.memory.events import EventSink, MissReason
 from pagetable.memory.eviction import EvictionPolicy
-from pagetable.memory.free_queue import EVICTION_POLICIES, FreeQueue
-from pagetable.memory.hints import NO_HINTS
+from pagetable.memory.free_queue import FreeQueue
 from pagetable.memory.invariants import check_invariants
+from pagetable.memory.policies import make_policy
+from pagetable.memory.policy_feed import PolicyFeed
 from pagetable.memory.prefix import PrefixChain, encode_root
-from pagetable.memory.sessions import SessionKey, Sessions
 from pagetable.memory.statistics import CacheStats, Counters
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,11 @@ class OutOfBlocksError(RuntimeError):
 
 
 class SequenceLike(Protocol):
-    """What the manager needs of a sequence; `prefix_chain` may be absent at first."""
+    """What the manager needs of a sequence.
+
+    May be absent: `prefix_chain` at first, `seq_id`, which events name, and what the eviction policy is told,
+    `cache_hints`, `num_prompt_tokens` and `num_output_tokens`.
+    """
 
     token_ids: Any  # tokens so far: a list or an int32 buffer, only ever appended to
     block_table: list[int]  # physical block of each logical block
@@ -60,7 +64,7 @@ class BlockManager:
     """Hands out `num_blocks` blocks of `block_size` tokens, and finds the blocks that already hold a prefix.
 
     `namespace` says which numbers the K/V are (model and dtype): sequences of different namespaces never share.
-    `eviction_policy` is a name, or a policy made for so many blocks; `clock` tells seconds to one that asks.
+    `eviction_policy` is a name, or a policy made for so many blocks; `clock` tells seconds to one given by name.
     `events` is called with each event of `pagetable.memory.events`. One step is in flight at a time.
     """
 
@@ -81,17 +85,14 @@ class BlockManager:
         if not isinstance(namespace, bytes):
             raise TypeError(f"namespace={namespace!r}: it must be bytes")
         if isinstance(eviction_policy, str):
-            if eviction_policy not in EVICTION_POLICIES:
-                raise ValueError(f"eviction_policy={eviction_policy!r}: choose one of {', '.join(EVICTION_POLICIES)}")
-            eviction_policy = EVICTION_POLICIES[eviction_policy](num_blocks, block_size, clock)
+            eviction_policy = make_policy(eviction_policy, num_blocks, block_size, clock)
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.namespace = namespace
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.hash_to_block_id: dict[bytes, int] = {}  # the registry: one owner for each content
         self.free_block_ids = FreeQueue(num_blocks, eviction_policy)
-        self.eviction_policy = eviction_policy
-        self._sessions = Sessions()
+        self._feed = PolicyFeed(eviction_policy)
         self._sink = events
         self._identity = object()  # tells our chains from those of another manager
         self._live: dict[int, SequenceLike] = {}  # sequences that hold blocks, by id()
@@ -105,7 +106,7 @@ class BlockManager:
         """Hash of a block: its tokens as int32 little-endian bytes, chained over the hash of the block before.
 
         Without the chain the B of "A, B" and of "C, B" would be one key. XXH3-128, 16 bytes: fast, and it need not be
-        more, because a hit compares the content and the parent as well.
+        more, because a hit compares the content and the parent as well. (The policy `lhc` keeps 8 of the 16.)
         """
         return xxhash.xxh3_128_digest(prefix + token_bytes)
 
@@ -148,10 +149,11 @@ class BlockManager:
         chain = self._hashed(seq, seq.num_tokens // self.block_size if self.enable_prefix_caching else 0)
         self._live[id(seq)] = seq
         self._use(hits)  # before any fresh block is taken, so that no hit is evicted
-        self._begin(seq, chain)
-        self.eviction_policy.access(hits[chain.num_accessed :])
-        self._sessions.note_hit(chain.session, hits)
-        chain.num_accessed = max(chain.num_accessed, num_cached_blocks)
+        if chain.generation != self._generation:
+            chain.generation, chain.num_accessed, chain.has_begun = self._generation, 0, False
+        if self.enable_prefix_caching:
+            self._feed.begin(seq, chain)
+        self._feed.admit(chain, hits)
         fresh = [self._take() for _ in range(num_fresh)]
         seq.block_table.extend(hits)
         seq.block_table.extend(fresh)
@@ -226,16 +228,8 @@ class BlockManager:
         published = start
         while published < end and self._publish(seq, chain, published, found, added):
             published += 1
-        if found:
-            self.eviction_policy.access(found)
-        if added:  # behind all that was found: what is new has no child that is not
-            first = published - len(added)
-            above = seq.block_table[first - 1] if first else None
-            num_repeated = max(0, chain.num_accessed - first)
-            self.eviction_policy.register(chain.use, added, chain.hashes[first:published], above, num_repeated)
-            if chain.session is not None:
-                self._sessions.note_registered(chain.session, added)
-        chain.num_accessed = max(chain.num_accessed, published)
+        # What it added lies behind all that it found: what is new has no child that is not.
+        self._feed.publish(chain, seq.block_table, published, found, added)
         self._announce(seq, end)
 
     def _publish(self, seq: SequenceLike, chain: PrefixChain, i: int, found: list[int], added: list[int]) -> bool:
@@ -262,7 +256,7 @@ class BlockManager:
         if owner.content != content or owner.parent != parent:
             return False
         self._use([owner_id])
-        self._sessions.note_hit(chain.session, [owner_id])
+        self._feed.sessions.note_hit(chain.session, [owner_id])
         if i >= chain.num_accessed:
             found.append(owner_id)
         table[i] = owner_id
@@ -278,15 +272,13 @@ class BlockManager:
         """
         chain = self._chain(seq)
         is_known = chain.has_begun and chain.generation == self._generation
-        if is_known:
-            self._end(seq, chain)
-        chain.use, chain.has_begun = None, False
-        self._give_back(seq)
-        if is_known and chain.session is not None and self._sessions.finish(chain.session, chain.ends_session):
-            self._demote(chain.session)
+        session_is_over = is_known and self._feed.end(seq, chain, self._num_registered(seq))
+        self.withdraw(seq)
+        if session_is_over and chain.session is not None:
+            self._feed.demote(chain.session)
 
-    def _give_back(self, seq: SequenceLike) -> None:
-        """Give back every block of a request that ends or that has to wait again."""
+    def withdraw(self, seq: SequenceLike) -> None:
+        """Give back every block of a sequence that will be admitted again."""
         self.shrink(seq, 0)
         seq.num_cached_tokens = seq.num_scheduled_tokens = 0
         self._live.pop(id(seq), None)
@@ -299,31 +291,22 @@ class BlockManager:
         self._release(seq, tail[::-1])
 
     def preempt(self, seq: SequenceLike) -> None:
-        """Deallocate a running sequence for the sake of others, and count what it will have to compute again."""
+        """Withdraw a running sequence for the sake of others, and count what it will have to compute again."""
         self._counters.preemptions += 1
         self._chain(seq).computed_before_preemption = seq.num_cached_tokens
         if self._sink is not None:
             self._tell(events.Preempted(_seq_id(seq), seq.num_cached_tokens))
-        self._give_back(seq)
-
-    def withdraw(self, seq: SequenceLike) -> None:
-        """Deallocate a sequence that was admitted to a step that is not computed: it will be admitted again."""
-        self._give_back(seq)
+        self.withdraw(seq)
 
     def end_session(self, session_id: str, cache_salt: str | None = None) -> int:
-        """Nothing will follow in this session. Its own blocks are evicted first; returns how many those are.
+        """Nothing will follow in this session. Returns how many blocks are its own: no other session has used them.
 
-        Blocks that another session has used, too, are not its own. While requests of it have not ended it is none yet:
-        it is over with the last of them. A session that nothing is known of is no error, it has no blocks.
+        Under `lhc` they join a class of their own, whose rank is learned, under every other policy they go first. While
+        requests of it have not ended there are none: it is over with the last of them. A session that nothing is known
+        of is no error.
         """
         session = (cache_salt, session_id)
-        return self._demote(session) if self._sessions.end(session) else 0
-
-    def _demote(self, session: SessionKey) -> int:
-        own = self._sessions.own_blocks(session)  # all idle: nobody else uses them, and no request of it runs
-        if own:
-            self.eviction_policy.demote(own)
-        return len(own)
+        return self._feed.demote(session) if self._feed.sessions.end(session) else 0
 
     def reset_prefix_cache(self) -> None:
         """Forget every content (after new weights, too). Live sequences finish, and register nothing more."""
@@ -335,12 +318,16 @@ class BlockManager:
         self._in_flight.clear()
         while len(self.eviction_policy):
             self.free_block_ids.empty.append(self.eviction_policy.pop())
-        self.eviction_policy.clear()
-        self._sessions.clear()
+        self._feed.clear()
         if self._sink is not None:
             self._tell(events.Cleared())
 
     # ---------------------------------------------------------------- what can be read
+
+    @property
+    def eviction_policy(self) -> EvictionPolicy:
+        """Which cached block goes first."""
+        return self.free_block_ids.cached
 
     @property
     def used_block_ids(self) -> frozenset[int]:
@@ -406,26 +393,12 @@ class BlockManager:
             parent = block_id
         return matched
 
-    def _begin(self, seq: SequenceLike, chain: PrefixChain) -> None:
-        """Tell the eviction policy of a request, once, however often it is admitted."""
-        if chain.generation != self._generation:
-            chain.generation, chain.num_accessed, chain.has_begun = self._generation, 0, False
-        if not chain.has_begun and self.enable_prefix_caching:
-            chain.has_begun = True
-            hints = getattr(seq, "cache_hints", NO_HINTS)
-            if hints.session_id is not None:
-                chain.session, chain.ends_session = (seq.cache_salt, hints.session_id), hints.end_session
-                self._sessions.begin(chain.session)
-            chain.num_prompt_tokens = getattr(seq, "num_prompt_tokens", seq.num_tokens)
-            chain.use = self.eviction_policy.begin(chain.hashes, chain.num_prompt_tokens, hints, seq.cache_salt)
-
-    def _end(self, seq: SequenceLike, chain: PrefixChain) -> None:
-        """Tell the eviction policy that a request is over."""
+    def _num_registered(self, seq: SequenceLike) -> int:
+        """How many of its first blocks are registered: those that are computed, unless one lost to a collision."""
         num_blocks = seq.num_cached_tokens // self.block_size
-        while num_blocks and self.blocks[seq.block_table[num_blocks - 1]].hash is None:  # it lost to a collision
+        while num_blocks and self.blocks[seq.block_table[num_blocks - 1]].hash is None:
             num_blocks -= 1
-        num_output_tokens = getattr(seq, "num_output_tokens", seq.num_tokens - chain.num_prompt_tokens)
-        self.eviction_policy.end(chain.use, num_blocks, num_output_tokens)
+        return num_blocks
 
     def _use(self, block_ids: list[int]) -> None:
         """One more table entry names each of these registered blocks; idle ones leave the free queue."""
@@ -448,7 +421,7 @@ class BlockManager:
         if not len(free.cached):
             raise OutOfBlocksError("no block is free")
         block_id = self.eviction_policy.pop()
-        self._sessions.note_gone(block_id)
+        self._feed.sessions.note_gone(block_id)
         block = self.blocks[block_id]
         # The registry must forget the old content first: a hit on it would read memory about to be overwritten.
         assert block.hash is not None

@@ -19,7 +19,7 @@ class EvictionPolicy(Protocol):
     """
 
     def begin(self, hashes: Sequence[bytes], num_tokens: int, hints: CacheHints, tenant: str | None) -> Any:
-        """A request of so many tokens is admitted for the first time. Its full blocks, known or not, have these hashes.
+        """A request is admitted for the first time: the hashes of its full blocks, 16 bytes each, its prompt's tokens.
 
         Session ids and priorities mean something among requests of one `tenant`.
         """

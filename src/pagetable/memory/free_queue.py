@@ -6,22 +6,9 @@ their content until they are needed: an eviction policy says which of them goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
-from pagetable.memory.classic_policies import ARC, LFU, LRUK, S3FIFO, TwoQ
-from pagetable.memory.eviction import LRU, EvictionPolicy
-from pagetable.memory.lhc import LHC
-
-# By name, each made for a number of blocks, tokens in a block, and a clock that tells seconds.
-EVICTION_POLICIES: dict[str, Callable[[int, int, Callable[[], float]], EvictionPolicy]] = {
-    "lru": LRU,
-    "lru-k": LRUK,
-    "lfu": LFU,
-    "2q": TwoQ,
-    "arc": ARC,
-    "s3-fifo": S3FIFO,
-    "lhc": LHC,
-}
+from pagetable.memory.eviction import EvictionPolicy
 
 
 class FreeQueue:

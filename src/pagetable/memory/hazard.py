@@ -195,8 +195,9 @@ class HazardTable:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a state. ValueError, and nothing changed, if it is none of this version."""
-        if state.get("version") != STATE_VERSION or state.get("shape") != [NUM_ROWS, NUM_BUCKETS]:
-            raise ValueError(f"version {state.get('version')} of shape {state.get('shape')}, not {STATE_VERSION}")
+        given, needed = (state.get("version"), state.get("shape")), (STATE_VERSION, [NUM_ROWS, NUM_BUCKETS])
+        if given != needed:
+            raise ValueError(f"version {given[0]!r} of shape {given[1]!r}; {needed[0]} of shape {needed[1]} is needed")
         events, at_risk = np.zeros_like(self.events), np.zeros_like(self.at_risk)
         for row, columns in state["rows"].items():
             both = np.array(columns, float)

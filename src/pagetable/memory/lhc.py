@@ -75,7 +75,7 @@ class LHC(Runs):
     def begin(
         self, hashes: Sequence[bytes], num_tokens: int, hints: CacheHints = NO_HINTS, tenant: str | None = None
     ) -> Use:
-        """A request is admitted, its full blocks have these hashes. What waited for it has been reused."""
+        """A request is admitted with a prompt of so many tokens. What waited for it has been reused."""
         now = self._tick()
         self._refresh_when_due(now)
         use = Use(None if hints.session_id is None else (tenant, hints.session_id), hints)

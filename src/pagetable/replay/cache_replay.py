@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from pagetable.memory import EVICTION_POLICIES, BlockManager
+from pagetable.memory import BlockManager, make_policy
 from pagetable.replay.blocks import SENTINEL, TraceSequence, Workload
 from pagetable.replay.reuse import Access
 from pagetable.replay.trace import TraceRequest
@@ -48,7 +48,7 @@ class CacheReplay:
         # Of a trace of hashes, a block of the page table is a block of the trace; one more is for the sentinel.
         self._block_size = 1 if workload.is_hashed else workload.block_size
         self._now = 0.0  # seconds of the trace
-        eviction_policy = EVICTION_POLICIES[policy](num_blocks, workload.block_size, lambda: self._now)
+        eviction_policy = make_policy(policy, num_blocks, workload.block_size, lambda: self._now)
         self._manager = BlockManager(num_blocks, self._block_size, eviction_policy=eviction_policy)
         self._stored_at = np.full(num_blocks, np.nan)  # seconds of the trace
         self._num_unknown = 0  # output tokens that the trace does not tell

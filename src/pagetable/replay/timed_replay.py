@@ -12,7 +12,7 @@ import numpy as np
 
 from pagetable.engine import RequestError, SamplingParams, Scheduler, Sequence
 from pagetable.engine.step import Step
-from pagetable.memory import EVICTION_POLICIES, BlockManager, CacheHints, MissExplainer, check_block_size, events
+from pagetable.memory import BlockManager, CacheHints, MissExplainer, check_block_size, events, make_policy
 from pagetable.memory.hints import LONGEST_TIME
 from pagetable.replay.blocks import SENTINEL, Workload
 from pagetable.replay.cost import CostModel
@@ -94,7 +94,7 @@ class TimedReplay:
         self._manager = BlockManager(
             capacity,
             workload.block_size,
-            eviction_policy=EVICTION_POLICIES[policy](capacity, workload.block_size, lambda: self.result.clock),
+            eviction_policy=make_policy(policy, capacity, workload.block_size, lambda: self.result.clock),
             events=MissExplainer(self._note, GHOSTS * capacity),
         )
         self._scheduler = Scheduler(

@@ -126,7 +126,7 @@ def _add_sessions(app: FastAPI, front: Front, access: Access) -> None:
     async def end_session(
         session_id: Annotated[SessionId, Path()], request: Request, body: EndSessionRequest | None = None
     ) -> Response:
-        """Nothing will follow in this session: its own idle blocks are evicted first. An unknown one has none."""
+        """Nothing will follow in this session. Answers how many cached blocks are its own; an unknown one has none."""
         try:
             unquote_to_bytes(request.scope["raw_path"]).decode()
         except UnicodeDecodeError:  # what stands in its place would be one id for many

@@ -375,7 +375,7 @@ class EngineClient:
         await self._call(ResetPrefixCache(next(self._call_ids)))
 
     async def end_session(self, session_id: str, cache_salt: str | None) -> int:
-        """Nothing will follow in this session. Returns how many blocks of its own are evicted first."""
+        """Nothing will follow in this session. Returns how many cached blocks are its own."""
         return (await self._call(EndSession(next(self._call_ids), session_id, cache_salt))).num_blocks
 
     async def _call(self, message: ResetPrefixCache | EndSession) -> Done:

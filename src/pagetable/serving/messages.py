@@ -61,7 +61,7 @@ class ResetPrefixCache(Message):
 
 
 class EndSession(Message):
-    """Nothing will follow in this session. Say `Done` with the same id, and how many blocks are evicted first."""
+    """Nothing will follow in this session. Say `Done` with the same id, and how many blocks are its own."""
 
     call_id: int
     session_id: str
