@@ -120,8 +120,9 @@ def plain_smoothed(events: Floats, at_risk: Floats) -> Floats:
     def of(path: tuple[int, ...]) -> list[float]:
         if path:
             return drawn_to(of(path[:-1]), [row for row, it in enumerate(classes) if it[: len(path)] == path])
-        totals = zip(events.sum(axis=0), at_risk.sum(axis=0), PRIOR_HAZARD, strict=True)
-        return [(e + PRIOR_EVENTS) / (x + PRIOR_EVENTS / prior) for e, x, prior in totals]
+        reuses = np.broadcast_to(PRIOR_EVENTS, NUM_BUCKETS)  # that are believed in before any is seen
+        totals = zip(events.sum(axis=0), at_risk.sum(axis=0), reuses, PRIOR_HAZARD, strict=True)
+        return [(ev + more) / (ex + more / prior) for ev, ex, more, prior in totals]
 
     hazard = [of(path) for path in classes]
     for row in range(NUM_CLASSES, NUM_ROWS):
@@ -239,8 +240,8 @@ def test_without_data_the_hazard_is_the_prior():
     hazard = smoothed(nothing, nothing)
     for row in range(NUM_ROWS):
         np.testing.assert_allclose(hazard[row], PRIOR_HAZARD * (ENDED_HAZARD if row == ENDED else 1.0), rtol=1e-12)
-    middle = 2.0 ** (np.arange(NUM_BUCKETS - 1) / 2 + 0.25)  # of all buckets but the first
-    np.testing.assert_allclose(PRIOR_HAZARD[1:], 0.03 / middle)
+    low, high = EDGES[:-1][EDGES[:-1] >= 1], EDGES[1:][EDGES[:-1] >= 1]
+    np.testing.assert_allclose(PRIOR_HAZARD[EDGES[:-1] >= 1], 0.03 / np.sqrt(low * high))  # as likely in each octave
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -300,10 +301,11 @@ def test_before_a_hump_the_index_is_higher_than_behind_it_though_the_hazard_is_n
 # ---------------------------------------------------------------- buckets and rows
 
 
-def test_edges_are_half_octaves_from_one_second_on():
+def test_edges_are_half_octaves_from_a_second_or_less_to_a_month_or_more():
     assert EDGES[0] == 0.0
-    assert EDGES[1:4].tolist() == pytest.approx([1, math.sqrt(2), 2])
-    assert EDGES[-1] == 2.0 ** ((NUM_BUCKETS - 1) / 2) > 30 * 24 * 3600
+    assert 0.0 < EDGES[1] <= 1.0 in EDGES
+    np.testing.assert_allclose(EDGES[2:] / EDGES[1:-1], math.sqrt(2))
+    assert EDGES[-1] > 30 * 24 * 3600
 
 
 def test_both_ways_to_find_a_bucket_agree_with_the_edges():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -23,6 +24,8 @@ def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
     """
     learner = _learner(policy)
     try:
+        if path.exists() and not path.is_file():
+            raise ValueError("it is no file")
         with path.open("rb") as file:
             data = file.read(LARGEST + 1)
         if len(data) > LARGEST:
@@ -42,6 +45,9 @@ def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
 def save_eviction_state(policy: EvictionPolicy, path: Path) -> None:
     """Write what a policy has learned, whole or not at all. OSError if that cannot be done."""
     data = json.dumps(_learner(policy).state())
+    path = path.resolve()  # of a link, what it leads to
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "w") as file:

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 Rows = NDArray[np.int64]
 
-NUM_BUCKETS = 44  # of age, half an octave each
-EDGES: Floats = np.concatenate([[0.0], 2.0 ** (np.arange(NUM_BUCKETS) / 2)])  # seconds: 0, 1, 1.41, 2, .. 34 days
+NUM_BUCKETS = 56  # of age, half an octave each
+SHORTEST = 2.0**-6  # seconds; for caches that turn over within one
+EDGES: Floats = np.concatenate([[0.0], SHORTEST * 2.0 ** (np.arange(NUM_BUCKETS) / 2)])  # seconds: 0, 1/64, .. 34 days
 WIDTHS: Floats = np.diff(EDGES)
 
 # A row for each class of blocks. Those of a session by what its last request was like ...
@@ -38,8 +39,9 @@ EXPECTED = SHARED + 3  # blocks that the client wants again in about 1, 4, 16, .
 KEPT = EXPECTED + 8  # blocks that the client wants kept for about 1, 4, 16, .. seconds
 NUM_ROWS = KEPT + 8
 
-PRIOR_HAZARD: Floats = 0.03 / np.sqrt(np.maximum(EDGES[:-1], 0.5) * EDGES[1:])  # as likely within each octave
-PRIOR_EVENTS = 0.5
+# Before anything is known: as likely within each octave from 1 s on, and the buckets below count as one together.
+PRIOR_HAZARD: Floats = 0.03 / np.sqrt(np.maximum(EDGES[:-1], 0.5) * np.maximum(EDGES[1:], 1.0))
+PRIOR_EVENTS: Floats = np.where(EDGES[:-1] < 1.0, 0.5 * WIDTHS, 0.5)
 PRIOR_REUSES = 10.0  # reuses that a class must have seen to outweigh the class above it
 ENDED_HAZARD = 0.05  # hazard of what was declared over, as a share of all others', until experience says otherwise
 MAX_WEIGHT = 20.0  # a record weighs at most so many mean ones
@@ -62,13 +64,14 @@ def announced_row(first: int, seconds: float) -> int:
 
 def bucket_of(age: float) -> int:
     """The bucket of an age in seconds."""
-    return 0 if age < 1.0 else min(NUM_BUCKETS - 1, 1 + int(2.0 * math.log2(age)))
+    return 0 if age < SHORTEST else min(NUM_BUCKETS - 1, 1 + int(2.0 * math.log2(age / SHORTEST)))
 
 
 def buckets_of(ages: Floats) -> Rows:
     """The buckets of many ages."""
-    buckets: Rows = (2.0 * np.log2(np.maximum(ages, 0.5)) + 1.0).astype(np.int64)  # truncates: below 1 s it is 0
-    return np.minimum(np.maximum(buckets, ages >= 1.0), NUM_BUCKETS - 1)
+    # Truncated: what is shorter than the shortest is 0.
+    buckets: Rows = (2.0 * np.log2(np.maximum(ages / SHORTEST, 0.5)) + 1.0).astype(np.int64)
+    return np.minimum(np.maximum(buckets, ages >= SHORTEST), NUM_BUCKETS - 1)
 
 
 class HazardTable:
@@ -96,7 +99,7 @@ class HazardTable:
         self._ttl = np.zeros(1024)
         self._free = list(range(1023, -1, -1))
         self._closed: list[tuple[int, float, float, float, bool]] = []  # row, weight, age, ttl, whether by a reuse
-        self.index = look_ahead(smoothed(self.events, self.at_risk))
+        self.index = _small(look_ahead(smoothed(self.events, self.at_risk)))
 
     @property
     def num_waiting(self) -> int:
@@ -157,10 +160,10 @@ class HazardTable:
 
     # ---------------------------------------------------------------- what follows
 
-    def refresh(self, now: float) -> None:
+    def refresh(self, now: float, pause: float = 0.0) -> None:
         """Compute the index from all that is known by now. About 1 ms, and 100 ns for each record that waits."""
         self._learn()
-        self.index = look_ahead(smoothed(self.events, self.at_risk + self._waiting_at_risk(now)))
+        self.index = _small(look_ahead(smoothed(self.events, self.at_risk + self._waiting_at_risk(now)), pause))
 
     def _learn(self) -> None:
         """From what was closed."""
@@ -213,7 +216,11 @@ class HazardTable:
         ):
             raise ValueError("it holds numbers that cannot be")
         self.events, self.at_risk, self.num_opened, self.sum_blocks = events, at_risk, num_opened, sum_blocks
-        self.index = look_ahead(smoothed(events, at_risk))
+        self.index = _small(look_ahead(smoothed(events, at_risk)))
+
+
+def _small(index: Floats) -> NDArray[np.float32]:
+    return np.minimum(index, np.finfo(np.float32).max).astype(np.float32)
 
 
 def _time_at_risk(rows: Rows, weights: Floats, ages: Floats, ttl: Floats) -> Floats:
@@ -257,8 +264,12 @@ def _drawn_to(above: Floats, events: Floats, at_risk: Floats) -> Floats:
     return hazard
 
 
-def look_ahead(hazard: Floats) -> Floats:
-    """For each row and bucket the best of P(reuse within T) / E[time until the reuse or T], over all edges T beyond."""
+def look_ahead(hazard: Floats, pause: float = 0.0) -> Floats:
+    """For each row and bucket the best of P(reuse within T) / E[time until the reuse or T], over all edges T beyond.
+
+    The time is longer by `pause` seconds: so long nobody thinks it over. Without it a chance in the next millisecond
+    would look the best of all, however small.
+    """
     hazard = np.ascontiguousarray(hazard.T)
     reused = -np.expm1(-hazard * WIDTHS[:, None])  # in a bucket, of what enters it
     waited = reused / hazard  # seconds in it
@@ -268,5 +279,5 @@ def look_ahead(hazard: Floats) -> Floats:
         before = slice(0, horizon + 1)
         time[before] += left[before] * waited[horizon]
         left[before] *= 1.0 - reused[horizon]
-        np.maximum(index[before], (1.0 - left[before]) / time[before], out=index[before])
+        np.maximum(index[before], (1.0 - left[before]) / (time[before] + pause), out=index[before])
     return np.ascontiguousarray(index.T)

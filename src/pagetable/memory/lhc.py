@@ -23,6 +23,7 @@ from pagetable.memory.hazard import (
     NEW,
     PREFIX,
     SHARED,
+    SHORTEST,
     HazardTable,
     announced_row,
     class_row,
@@ -35,7 +36,11 @@ SHARE_DECAY = 0.998  # what each session that goes on leaves of the old mean
 SMOOTHING = 0.3  # of the interval between uses of what is shared
 MIN_PER_REFRESH, MAX_PER_REFRESH = 10, 250  # requests between two refreshes; at the start a fifth of all so far
 NORMAL_PRIORITY = 50  # of a request that gives none
-POINTS_PER_DOUBLING = 10.0  # of cache_priority, of a score
+PRIORITY_DECAY = 0.95  # what each request leaves of the sums before it
+POINTS_PER_DOUBLING = 25.0  # of cache_priority, of a score
+LATEST = 1e12  # seconds; a clock that shows more, or no number, is not believed
+GAPS, LONGEST_GAP = 1000, 10.0  # between requests: of so many the mean is known; seconds, a night counts as no more
+PAUSE = 4.0  # such gaps pass before it is thought over what is worth keeping
 NUM_TENANTS = 1024  # whose mean priority is known
 
 
@@ -52,9 +57,10 @@ class LHC(Runs):
         self._now = 0.0
         self.hazards = HazardTable()
         self._num_uses = 0
+        self._gap = 0.0  # between requests, seconds, of late
         self._num_uses_at_refresh = MIN_PER_REFRESH
         self._last_block_share = 0.5  # of sessions that go on from the very last block, full by chance
-        self._mean_priority: OrderedDict[str | None, float] = OrderedDict()
+        self._priorities: OrderedDict[str | None, tuple[float, float]] = OrderedDict()  # points by tokens, tokens
         self._forget_all(self._num_blocks)
 
     def clear(self) -> None:
@@ -76,10 +82,12 @@ class LHC(Runs):
         self, hashes: Sequence[bytes], num_tokens: int, hints: CacheHints = NO_HINTS, tenant: str | None = None
     ) -> Use:
         """A request is admitted with a prompt of so many tokens. What waited for it has been reused."""
-        now = self._tick()
+        before = self._now
+        now = self._tick(least=SHORTEST)  # or all ages were the same where a clock stands still
+        self._gap += (min(now - before, LONGEST_GAP) - self._gap) / min(self._num_uses + 1, GAPS)
         self._refresh_when_due(now)
         use = Use(None if hints.session_id is None else (tenant, hints.session_id), hints)
-        use.factor = self._factor_of(hints.cache_priority, tenant)
+        use.factor = self._factor_of(hints.cache_priority, num_tokens, tenant)
         path, rest = self._walk(digests_of(hashes))
         use.found = path[-1].start + path[-1].length if path else 0
         use.num_new_tokens = max(0, num_tokens - use.found * self._block_size)
@@ -98,7 +106,7 @@ class LHC(Runs):
     def _refresh_when_due(self, now: float) -> None:
         self._num_uses += 1
         if self._num_uses >= self._num_uses_at_refresh:
-            self.hazards.refresh(now)
+            self.hazards.refresh(now, PAUSE * self._gap)
             self._num_uses_at_refresh = self._num_uses + min(MAX_PER_REFRESH, max(MIN_PER_REFRESH, self._num_uses // 5))
 
     def _come_back(self, use: Use, last: Use, goes_on: bool, rest: Run | None, now: float) -> None:
@@ -137,6 +145,7 @@ class LHC(Runs):
         else:
             use.new_row = class_row(NEW, use.num_new_tokens, use.turn, num_output_tokens)
             use.prefix_row = class_row(PREFIX, use.num_new_tokens, use.turn, num_output_tokens)
+        use.num_new_tokens = 0  # nobody asks again, and a number takes room
         self._open_records(use, now)
         for run in use.guarded or ():
             if run.slot >= 0 and run.last is use:
@@ -215,26 +224,30 @@ class LHC(Runs):
         run.is_shared = True
         run.record = self.hazards.open(SHARED, run.length, now)
 
-    def _factor_of(self, priority: int | None, tenant: str | None) -> float:
+    def _factor_of(self, priority: int | None, num_tokens: int, tenant: str | None) -> float:
         """What a priority is worth next to the others of a tenant: who always asks for 100 gets what others get for 50.
 
-        A tenant that gives none at all is not noted. One that does begins with its first as the mean.
+        The mean is by tokens, and of late requests. A tenant that gives no priorities is not noted; one that does
+        begins with its first as the mean.
         """
-        means = self._mean_priority
-        if priority is None and tenant not in means:
+        sums = self._priorities
+        if priority is None and tenant not in sums:
             return 1.0
         priority = NORMAL_PRIORITY if priority is None else priority
-        mean = means.get(tenant, float(priority))
-        means[tenant] = mean + 0.05 * (priority - mean)
-        means.move_to_end(tenant)
-        if len(means) > NUM_TENANTS:
-            means.popitem(last=False)
-        points = round(priority - mean)  # whole ones, or a rest of one would win all ties
-        return float(2.0 ** (points / POINTS_PER_DOUBLING))
+        points, tokens = (PRIORITY_DECAY * value for value in sums.get(tenant, (0.0, 0.0)))
+        mean = points / tokens if tokens else priority
+        sums[tenant] = points + priority * num_tokens, tokens + num_tokens
+        sums.move_to_end(tenant)
+        if len(sums) > NUM_TENANTS:
+            sums.popitem(last=False)
+        return float(
+            2.0 ** (round(priority - mean) / POINTS_PER_DOUBLING)
+        )  # whole points, or a rest would win all ties
 
-    def _tick(self) -> float:
-        """The time, which never runs backwards."""
-        self._now = max(self._now, self._clock())
+    def _tick(self, least: float = 0.0) -> float:
+        """The time, which goes on by `least` seconds at least and never runs backwards."""
+        now = self._clock()
+        self._now = max(self._now + least, now if now < LATEST else 0.0)
         return self._now
 
     def _was_cut(self, run: Run, rest: Run) -> None:
@@ -247,7 +260,7 @@ class LHC(Runs):
     def _was_forgotten(self, run: Run) -> None:
         if run.record >= 0:
             self.hazards.close(run.record, self._now)
-        elif not run.last.is_running:
+        if not run.last.is_running and (run.record < 0 or not run.last.num_runs):
             self._close_records(run.last, self._now)
 
     # ---------------------------------------------------------------- idle blocks

@@ -93,7 +93,7 @@ class GenerationRequest(_Body):
     session_id: SessionId | None = Field(
         None, description="Requests with the same one and the same salt belong together."
     )
-    end_session: bool = Field(False, description="Nothing will follow this request in its session.")
+    end_session: bool | None = Field(None, description="Nothing will follow this request in its session.")
     expected_idle_s: Seconds | None = Field(None, description="Seconds until the session's next request, about.")
     cache_priority: int | None = Field(
         None, ge=0, le=100, description="Worth of what is cached next to the same salt's other requests; 50 is normal."
