@@ -2,7 +2,7 @@
 
     python benchmarks/eviction.py                          # on made-up traffic
     python benchmarks/eviction.py --trace FILE ...         # on these traces
-    python benchmarks/eviction.py --only rates             # hints, cost, blocks, timed
+    python benchmarks/eviction.py --only rates             # hints, cost, blocks, timed; a minute or some each
 
 rates   hits of each policy, cache only, as `pagetable replay` counts them, and MIN
 hints   LHC and LRU when half of the sessions, all, or all with a fifth of lies declare their ends
@@ -266,7 +266,7 @@ def main() -> None:
     parser.add_argument("--slower", type=float, default=1.0, help="timed: stretch the trace, where it is too much work")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    report = Report(options.json, PACKAGES)
+    report = Report(options.json, PACKAGES, timed=options.only in (None, "cost", "timed"))
     with tempfile.TemporaryDirectory() as folder:
         paths = options.trace
         if not paths:

@@ -41,7 +41,7 @@ def test_storms_are_clean_when_hashes_collide_all_the_time(monkeypatch: pytest.M
 
 @pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_storms_with_hints_and_ends_of_sessions_are_clean_under_every_policy(policy: str):
-    seeds = [10106, 10693, 10979, 11442]  # one record in a hundred thousand was never closed
+    seeds = [10106, 10693, 10979, 11442]  # each once left a record that nothing would close
     for seed in [*seeds, *range(NUM_STORMS // (16 if policy == "lhc" else 80))]:
         try:
             storm(seed, checked=policy != "lhc" or seed % 8 == 0, policy=policy)

@@ -228,8 +228,10 @@ def test_a_valid_state_in_a_file_too_large_is_ignored_with_a_warning(tmp_path: P
     assert_ignored(path, caplog)
 
 
-def test_a_folder_in_its_place_is_ignored_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    assert_ignored(tmp_path, caplog)
+def test_a_place_where_no_file_can_be_is_refused_at_once(tmp_path: Path):
+    for path in (tmp_path, tmp_path / "no" / "folder"):
+        with pytest.raises(ValueError, match="give a file in a folder that exists"):
+            load_eviction_state(fresh(), path)
 
 
 @pytest.mark.parametrize("seed", range(40))

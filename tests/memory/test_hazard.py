@@ -130,8 +130,8 @@ def plain_smoothed(events: Floats, at_risk: Floats) -> Floats:
     return np.array(hazard)
 
 
-def plain_index(hazard: list[float], bucket: int) -> float:
-    """Every horizon tried."""
+def plain_index(hazard: list[float], bucket: int, pause: float = 0.0) -> float:
+    """Every horizon tried, each with a pause behind it."""
     best = 0.0
     for horizon in range(bucket, NUM_BUCKETS):
         risk = time = 0.0  # hazard times seconds so far; seconds until a reuse or the horizon
@@ -139,7 +139,7 @@ def plain_index(hazard: list[float], bucket: int) -> float:
             width = float(EDGES[i + 1] - EDGES[i])
             time += math.exp(-risk) * -math.expm1(-hazard[i] * width) / hazard[i]
             risk += hazard[i] * width
-        best = max(best, -math.expm1(-risk) / time)
+        best = max(best, -math.expm1(-risk) / (time + pause))
     return best
 
 
@@ -278,15 +278,23 @@ def test_the_index_is_the_best_over_all_horizons(seed: int):
         [1e-300] * NUM_BUCKETS,
         [1e12] * NUM_BUCKETS,
     ]
-    index = look_ahead(np.array(rows))
+    pause = [0.0, 0.0, 0.01, 5.0][seed]
+    index = look_ahead(np.array(rows), pause)
     for row, hazard in enumerate(rows):
-        best = [plain_index(hazard, bucket) for bucket in range(NUM_BUCKETS)]
-        assert index[row].tolist() == pytest.approx(best, rel=1e-9, abs=1e-13), f"seed {seed}, row {row}"
+        best = [plain_index(hazard, bucket, pause) for bucket in range(NUM_BUCKETS)]
+        assert index[row].tolist() == pytest.approx(best, rel=1e-9, abs=1e-12), f"seed {seed}, row {row}"
 
 
 def test_where_the_hazard_is_constant_the_index_is_the_hazard_at_every_age():
     hazard = np.full((1, NUM_BUCKETS), 0.02)
     np.testing.assert_allclose(look_ahead(hazard), hazard)
+
+
+def test_with_a_pause_a_small_chance_in_the_next_moment_is_not_the_best_of_all():
+    hazard = np.full((1, NUM_BUCKETS), 1e-3)
+    hazard[0, 0] = 0.1  # within the first bucket, which is short; or else it waits for minutes
+    assert look_ahead(hazard)[0, 0] == pytest.approx(0.1)
+    assert look_ahead(hazard, 1.0)[0, 0] < 3e-3
 
 
 def test_before_a_hump_the_index_is_higher_than_behind_it_though_the_hazard_is_not():

@@ -1,8 +1,9 @@
 """Clients that flood, shout and lie, and clocks that jump: what it costs others, what it gains them, and what breaks.
 
-Figures behind the bounds: a flood of 100 blocks a second in a pool of 1,000 leaves a chatting tenant 0.95 to 1.0 of the
-hits that it has alone, where LRU leaves nothing; one whose prompts come four times each, as for majority votes, 0.9.
-Who lies about the end of every request hits within 0.01 of what it would without a hint, when alone.
+Figures behind the bounds: a flood of 100 blocks a second in a pool of 1,000 leaves a chatting tenant 0.99 of the hits
+that it has alone, whatever the flood says, where LRU leaves nothing. Who lies in every request hits within 0.01 of what
+it would without a hint, when alone. Beside another who lands in another class the two may part unevenly (0.77 and 0.3
+instead of 0.55 each have been seen): they are worth the same, and the one whose estimate is a hair higher comes first.
 """
 
 from __future__ import annotations
@@ -94,27 +95,27 @@ FLOODS: dict[str, Say] = {
 
 
 @pytest.mark.parametrize("what", FLOODS)
-def test_a_flood_leaves_a_chatter_nine_tenths_of_its_hits(what: str):
+def test_a_flood_costs_a_chatter_at_most_a_twentieth_of_its_hits(what: str):
     flooding = saying(flood(size=20, every=0.2), FLOODS[what], "flood")
-    assert hits_of({"chatter": chatter(), "flood": flooding}, 1000)["chatter"] > 0.9 * alone()
+    assert hits_of({"chatter": chatter(), "flood": flooding}, 1000)["chatter"] > 0.95 * alone()
 
 
-def test_one_of_tenants_that_shout_once_each_leaves_it_eight_tenths():
+def test_so_does_one_of_tenants_that_shout_once_each():
     """A new salt is a new mean of priorities; but what it shouts for is never asked for again."""
     shouts = saying(flood(size=20, every=0.2), FLOODS["that shouts"], "flood")
     flooding = [replace(it, salt=f"tenant {i}") for i, it in enumerate(shouts)]
-    assert hits_of({"chatter": chatter(), "flood": flooding}, 1000)["chatter"] > 0.8 * alone()
+    assert hits_of({"chatter": chatter(), "flood": flooding}, 1000)["chatter"] > 0.95 * alone()
 
 
-def test_so_does_one_of_prompts_that_are_sent_four_times_at_once():
+def test_one_of_prompts_that_are_sent_four_times_at_once_costs_it_at_most_a_tenth():
     flooding = saying(flood(size=20, every=0.8, copies=4), lambda it: CacheHints(name_of(it)), "flood")
-    assert hits_of({"chatter": chatter(), "flood": flooding}, 1000)["chatter"] > 0.8 * alone()
+    assert hits_of({"chatter": chatter(), "flood": flooding}, 1000)["chatter"] > 0.9 * alone()
 
 
 @pytest.mark.xfail(
     strict=True, reason="what is shared is worth what the class of its last request is, which learns nothing of it"
 )
-def test_so_does_one_of_prompts_that_four_sessions_send_at_once():
+def test_one_of_prompts_that_four_sessions_send_at_once_costs_it_at_most_a_fifth():
     flooding = saying(flood(size=20, every=0.8, copies=4), lambda it: NO_HINTS, "flood")
     flooding = [replace(it, hints=CacheHints(f"sample {i % 4}")) for i, it in enumerate(flooding)]
     assert hits_of({"chatter": chatter(), "flood": flooding}, 1000)["chatter"] > 0.8 * alone()

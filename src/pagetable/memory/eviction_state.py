@@ -23,6 +23,8 @@ def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
     No file yet is no fault. ValueError for a policy that does not learn.
     """
     learner = _learner(policy)
+    if path.is_dir() or not path.parent.is_dir():
+        raise ValueError(f"eviction_state={str(path)!r}: give a file in a folder that exists")
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is no file")
@@ -37,7 +39,9 @@ def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
     except FileNotFoundError:
         return True
     except (OSError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        logger.warning("%s is no state that lhc can go on from, and is left as it is: %s", path, error)
+        logger.warning(
+            "%s is no state that lhc can go on from, and is left as it is (remove it, or name another): %s", path, error
+        )
         return False
     return True
 
