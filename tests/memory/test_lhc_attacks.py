@@ -112,9 +112,6 @@ def test_one_of_prompts_that_are_sent_four_times_at_once_costs_it_at_most_a_tent
     assert hits_of({"chatter": chatter(), "flood": flooding}, 1000)["chatter"] > 0.9 * alone()
 
 
-@pytest.mark.xfail(
-    strict=True, reason="what is shared is worth what the class of its last request is, which learns nothing of it"
-)
 def test_one_of_prompts_that_four_sessions_send_at_once_costs_it_at_most_a_fifth():
     flooding = saying(flood(size=20, every=0.8, copies=4), lambda it: NO_HINTS, "flood")
     flooding = [replace(it, hints=CacheHints(f"sample {i % 4}")) for i, it in enumerate(flooding)]

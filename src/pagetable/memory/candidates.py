@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pagetable.memory.hazard import ENDED, SHARED, HazardTable, bucket_of, buckets_of
+from pagetable.memory.hazard import ENDED, HazardTable, bucket_of, buckets_of
 
 SHARE_PER_RANKING = 200  # all are scored anew whenever one block in so many has left ...
 SECONDS_PER_RANKING = 0.1  # ... unless that was just now
@@ -88,7 +88,7 @@ class Candidates:
         bucket = bucket_of(age)
         score = float(index[row, bucket])
         if interval < math.inf:
-            score = max(score, float(index[SHARED, bucket]), SHARED_FLOOR / max(1.0, interval, age))
+            score = max(score, SHARED_FLOOR / max(1.0, interval, age))
         return score
 
     def _rank(self, now: float) -> None:
@@ -106,7 +106,7 @@ class Candidates:
         shared = np.flatnonzero(interval < math.inf)
         if len(shared):
             floor = SHARED_FLOOR / np.maximum(np.maximum(1.0, interval[shared]), ages[shared])
-            scores[shared] = np.maximum(np.maximum(scores[shared], index[SHARED, buckets[shared]]), floor)
+            scores[shared] = np.maximum(scores[shared], floor)
         scores *= self._factor[slots]
         num = min(len(slots), max(SHORTEST_LIST, self._budget))
         lowest = np.argpartition(scores, num - 1)[:num]

@@ -165,6 +165,12 @@ class HazardTable:
         self._learn()
         self.index = _small(look_ahead(smoothed(self.events, self.at_risk + self._waiting_at_risk(now)), pause))
 
+    def fade(self, share: float) -> None:
+        """Keep this share of what was learned, so that what comes later counts for more."""
+        self._learn()
+        self.events *= share
+        self.at_risk *= share
+
     def _learn(self) -> None:
         """From what was closed."""
         if not self._closed:

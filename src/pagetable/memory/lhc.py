@@ -39,6 +39,7 @@ NORMAL_PRIORITY = 50  # of a request that gives none
 PRIORITY_DECAY = 0.95  # what each request leaves of the sums before it
 POINTS_PER_DOUBLING = 25.0  # of cache_priority, of a score
 LATEST = 1e12  # seconds; a clock that shows more, or no number, is not believed
+KEPT_PER_REQUEST = 0.5 ** (1 / 10_000)  # what was learned 10,000 requests ago counts half
 GAPS, LONGEST_GAP = 1000, 10.0  # between requests: of so many the mean is known; seconds, a night counts as no more
 PAUSE = 4.0  # such gaps pass before it is thought over what is worth keeping
 NUM_TENANTS = 1024  # whose mean priority is known
@@ -58,7 +59,7 @@ class LHC(Runs):
         self.hazards = HazardTable()
         self._num_uses = 0
         self._gap = 0.0  # between requests, seconds, of late
-        self._num_uses_at_refresh = MIN_PER_REFRESH
+        self._num_uses_at_refresh = self._num_uses_between = MIN_PER_REFRESH
         self._last_block_share = 0.5  # of sessions that go on from the very last block, full by chance
         self._priorities: OrderedDict[str | None, tuple[float, float]] = OrderedDict()  # points by tokens, tokens
         self._forget_all(self._num_blocks)
@@ -104,10 +105,13 @@ class LHC(Runs):
         return use
 
     def _refresh_when_due(self, now: float) -> None:
+        """Learn, and forget a little."""
         self._num_uses += 1
         if self._num_uses >= self._num_uses_at_refresh:
+            self.hazards.fade(KEPT_PER_REQUEST**self._num_uses_between)
             self.hazards.refresh(now, PAUSE * self._gap)
-            self._num_uses_at_refresh = self._num_uses + min(MAX_PER_REFRESH, max(MIN_PER_REFRESH, self._num_uses // 5))
+            self._num_uses_between = min(MAX_PER_REFRESH, max(MIN_PER_REFRESH, self._num_uses // 5))
+            self._num_uses_at_refresh = self._num_uses + self._num_uses_between
 
     def _come_back(self, use: Use, last: Use, goes_on: bool, rest: Run | None, now: float) -> None:
         """The chain of `last` is used up to block `use.found`, by its next turn or a stranger. `rest` lies behind."""
@@ -350,7 +354,7 @@ class LHC(Runs):
             self._candidates.withdraw(run)
             return
         use = run.last
-        row = use.prefix_row if end <= use.found else use.new_row
+        row = SHARED if run.is_shared else use.prefix_row if end <= use.found else use.new_row
         factor, ttl = use.factor, math.inf if use.hints.ttl_s is None else use.hints.ttl_s
         if use.is_running:  # preempted, or it will compute this again: it comes back soon
             row, factor = SHARED, math.inf
