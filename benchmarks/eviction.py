@@ -27,12 +27,12 @@ import numpy as np
 from measure import Report, Spread, Table
 from pagetable.memory import EVICTION_POLICIES
 from pagetable.replay.blocks import Workload
-from pagetable.replay.cache_replay import CacheReplay
+from pagetable.replay.cache_replay import CacheReplay, CacheResult
 from pagetable.replay.cost import DEFAULT_COST
 from pagetable.replay.hinting import with_ends, with_last_uses
 from pagetable.replay.readers import Trace
 from pagetable.replay.replay import analyse
-from pagetable.replay.reuse import Access
+from pagetable.replay.reuse import Access, Reuse
 from pagetable.replay.synth import TraceShape, synthesize
 from pagetable.replay.timed_replay import Limits, TimedReplay
 from pagetable.replay.trace import TraceRequest
@@ -50,23 +50,37 @@ def capacity_of(share: float, num_blocks: int) -> int:
     return max(1, round(share * num_blocks))
 
 
-def hit_rate(workload: Workload, policy: str, capacity: int, requests: Requests | None = None) -> float:
-    """Per cent of the block accesses that hit."""
+def sized(path: Path) -> tuple[Workload, Reuse, list[int]]:
+    """A trace, what one pass over it tells, and the capacities that are looked at."""
+    workload = Workload(Trace(path))
+    reuse = analyse(workload).reuse
+    return workload, reuse, [capacity_of(share, reuse.num_nodes) for share in SHARES]
+
+
+def replayed(workload: Workload, policy: str, capacity: int, requests: Requests | None = None) -> CacheResult:
+    """What a policy does with the requests, by default those of the trace."""
     replay = CacheReplay(workload, policy, capacity)
     for request, access in workload if requests is None else requests:
         replay.serve(request, access)
-    result = replay.finish()
+    return replay.finish()
+
+
+def hit_rate(workload: Workload, policy: str, capacity: int, requests: Requests | None = None) -> float:
+    """Per cent of the block accesses that hit."""
+    result = replayed(workload, policy, capacity, requests)
     return 100 * result.num_hits / result.num_accesses
+
+
+def by_capacity(title: str, note: str = "") -> Table:
+    """A table with a column for each share."""
+    return Table(title, ["", *(f"{share:.0%}" for share in SHARES)], note=note)
 
 
 def rates(report: Report, path: Path) -> None:
     """Every policy at every capacity."""
-    workload = Workload(Trace(path))
-    reuse = analyse(workload).reuse
-    sizes = [capacity_of(share, reuse.num_nodes) for share in SHARES]
-    table = Table(
+    workload, reuse, sizes = sized(path)
+    table = by_capacity(
         f"{path.name}: {reuse.num_requests:,} requests, {reuse.num_nodes:,} unique blocks; hits, % of block accesses",
-        ["", *(f"{share:.0%}" for share in SHARES)],
         note="Best classic: the best of the others in that column, which nobody knows beforehand.",
     )
     rows = {policy: [hit_rate(workload, policy, size) for size in sizes] for policy in ("lru", *CLASSICS, "lhc")}
@@ -80,12 +94,9 @@ def rates(report: Report, path: Path) -> None:
 
 def hints(report: Report, path: Path) -> None:
     """What declared ends are worth, honest and not."""
-    workload = Workload(Trace(path))
-    reuse = analyse(workload).reuse
-    sizes = [capacity_of(share, reuse.num_nodes) for share in SHARES]
-    table = Table(
+    workload, _, sizes = sized(path)
+    table = by_capacity(
         f"{path.name}: ends of sessions declared; hits, % of block accesses",
-        ["", *(f"{share:.0%}" for share in SHARES)],
         note="A lie: the session goes on. True for each request: an end on all that leave nothing of use.",
     )
     cases = {"nobody": (0.0, 0.0), "half": (0.5, 0.0), "all": (1.0, 0.0), "all, 20 % lies": (1.0, 0.2)}
@@ -142,15 +153,13 @@ def metered(workload: Workload, policy: str, capacity: int) -> tuple[float, list
 
 def cost(report: Report, path: Path, rounds: int) -> None:
     """Of the policy alone, by capacity."""
-    workload = Workload(Trace(path))
-    reuse = analyse(workload).reuse
+    workload, _, sizes = sized(path)
     table = Table(
         f"{path.name}: time in the policy (about 0.1 us of each call is the clock's)",
         ["", "us an access", "us a request p50", "p99", "bytes a block"],
         note="bytes a block: all that the policy holds at the end, ghosts and tables too, over the capacity.",
     )
-    for share in SHARES:
-        size = capacity_of(share, reuse.num_nodes)
+    for share, size in zip(SHARES, sizes, strict=True):
         runs: dict[str, list[tuple[float, list[float], Any]]] = {"lru": [], "lhc": []}
         for number in range(rounds):
             for policy in runs if number % 2 else reversed(runs):
@@ -193,7 +202,7 @@ def size_of(root: object) -> int:
 
 def blocks(report: Report, path: Path, folder: str) -> None:
     """Small blocks against large ones, in the same memory."""
-    large = Workload(Trace(path))
+    large, _, sizes = sized(path)
     if not large.is_hashed:
         return
     small_path = Path(folder) / "small.jsonl"
@@ -201,14 +210,12 @@ def blocks(report: Report, path: Path, folder: str) -> None:
         for request, _ in large:
             file.write(json.dumps(_split(request, large.block_size)) + "\n")
     small = Workload(Trace(small_path))
-    num_large = analyse(large).reuse.num_nodes
-    table = Table(
-        f"{path.name}: the same memory in blocks of {large.block_size} and {small.block_size} tokens; % of tokens hit",
-        ["", *(f"{share:.0%}" for share in SHARES)],
+    table = by_capacity(
+        f"{path.name}: the same memory in blocks of {large.block_size} and {small.block_size} tokens; % of tokens hit"
     )
     for policy in ("lru", "lhc"):
         for workload, factor in ((large, 1), (small, SPLIT)):
-            row = [_token_rate(workload, policy, capacity_of(share, num_large) * factor) for share in SHARES]
+            row = [_token_rate(workload, policy, size * factor) for size in sizes]
             table.rows.append([f"{policy}, {workload.block_size}", *(f"{value:.2f}" for value in row)])
     report.add(table)
 
@@ -228,10 +235,7 @@ def _split(request: TraceRequest, block_size: int) -> dict[str, Any]:
 
 
 def _token_rate(workload: Workload, policy: str, capacity: int) -> float:
-    replay = CacheReplay(workload, policy, capacity)
-    for request, access in workload:
-        replay.serve(request, access)
-    result = replay.finish()
+    result = replayed(workload, policy, capacity)
     return 100 * result.num_hit_tokens / result.num_prompt_tokens
 
 
@@ -240,16 +244,14 @@ def _token_rate(workload: Workload, policy: str, capacity: int) -> float:
 
 def timed(report: Report, path: Path, slowdown: float) -> None:
     """Requests overlap, wait for each other and are preempted."""
-    workload = Workload(Trace(path))
-    num_nodes = analyse(workload).reuse.num_nodes
+    workload, _, sizes = sized(path)
     table = Table(
         f"{path.name}: in time, {slowdown:g} times as slow as it was, built-in cost model",
         ["", "hits, %", "TTFT p50, s", "p90", "mean", "busy, s"],
         note="busy: seconds of computing for the same answers, so that throughput is one over it.",
     )
-    for share in SHARES[:3]:
+    for share, size in list(zip(SHARES, sizes, strict=True))[:3]:
         for policy in ("lru", "lhc"):
-            size = capacity_of(share, num_nodes)
             result = TimedReplay(workload, policy, size, DEFAULT_COST, Limits(), speed=1 / slowdown).run()
             p50, p90 = np.percentile(result.ttft, (50, 90)).tolist()
             rate = 100 * result.num_hits / result.num_accesses

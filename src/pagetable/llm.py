@@ -29,6 +29,7 @@ from pagetable.memory import (
     load_eviction_state,
     save_eviction_state,
 )
+from pagetable.memory.hints import NO_HINTS
 from pagetable.model import (
     ModelRunner,
     available_memory,
@@ -309,7 +310,7 @@ class LLM:
         given_params = SamplingParams() if sampling_params is None else sampling_params
         params = one_each(given_params, len(prompts), "sampling_params", SamplingParams)
         priorities = one_each(0 if priority is None else priority, len(prompts), "priority", int)
-        hints = one_each(cache_hints or CacheHints(), len(prompts), "cache_hints", CacheHints)
+        hints = one_each(NO_HINTS if cache_hints is None else cache_hints, len(prompts), "cache_hints", CacheHints)
         requests: list[Request] = []
         news: dict[Request, None] = {}  # an ordered set: requests that have something to tell
         stream = self._stream(requests, news, only_finished)

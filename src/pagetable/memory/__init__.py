@@ -1,7 +1,7 @@
 """The page table: blocks, reference counts, chained prefix hashes, eviction, events. No model, no torch."""
 
 from pagetable.memory.block import Block, check_block_size
-from pagetable.memory.block_manager import BlockManager, OutOfBlocksError, SequenceLike
+from pagetable.memory.block_manager import BlockManager, OutOfBlocksError
 from pagetable.memory.events import (
     Allocated,
     Cleared,
@@ -23,6 +23,7 @@ from pagetable.memory.hints import CacheHints
 from pagetable.memory.invariants import InvariantError
 from pagetable.memory.policies import EVICTION_POLICIES, make_policy
 from pagetable.memory.prefix import encode_root
+from pagetable.memory.sequence_like import SequenceLike
 from pagetable.memory.statistics import CacheStats
 
 __all__ = [

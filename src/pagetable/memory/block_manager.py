@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
-from typing import Any, Protocol
 
 import xxhash
 
@@ -26,6 +25,7 @@ from pagetable.memory.invariants import check_invariants
 from pagetable.memory.policies import make_policy
 from pagetable.memory.policy_feed import PolicyFeed
 from pagetable.memory.prefix import PrefixChain, encode_root
+from pagetable.memory.sequence_like import SequenceLike
 from pagetable.memory.statistics import CacheStats, Counters
 
 logger = logging.getLogger(__name__)
@@ -33,31 +33,6 @@ logger = logging.getLogger(__name__)
 
 class OutOfBlocksError(RuntimeError):
     """A block was asked for and none is free. Ask `can_allocate` or `can_append` first; nothing was changed."""
-
-
-class SequenceLike(Protocol):
-    """What the manager needs of a sequence.
-
-    May be absent: `prefix_chain` at first, `seq_id`, which events name, and what the eviction policy is told,
-    `cache_hints`, `num_prompt_tokens` and `num_output_tokens`.
-    """
-
-    token_ids: Any  # tokens so far: a list or an int32 buffer, only ever appended to
-    block_table: list[int]  # physical block of each logical block
-    num_cached_tokens: int  # tokens whose K/V is in the blocks
-    num_scheduled_tokens: int  # tokens that the present step computes
-    cache_salt: str | None  # only sequences with the same salt share
-    prefix_chain: Any  # the manager's own: hashes of the full blocks
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens so far."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that they fill or begin."""
-        ...
 
 
 class BlockManager:

@@ -28,7 +28,7 @@ class Candidates:
         self._blocks_per_ranking = max(1, num_blocks // SHARE_PER_RANKING)
         self._budget = 0  # blocks that may still leave before all are ranked anew
         self._ranked_at = -math.inf
-        self._highest_listed = -math.inf
+        self._highest_listed = -math.inf  # score; whoever has more may not be the next, not all are listed
         self._num_stamps = 0
         self._shortlist: list[tuple[float, float, int, Any]] = []  # score, since, stamp, run; a heap
         self._free = list(range(255, -1, -1))
@@ -63,7 +63,7 @@ class Candidates:
             run.slot = run.stamp = -1
 
     def first(self, now: float) -> Any:
-        """The run with the lowest score. There must be one."""
+        """The run with the lowest score, scores being as old as the last ranking. There must be one."""
         if self._budget <= 0 and now > self._ranked_at + SECONDS_PER_RANKING:
             self._rank(now)
         while True:
@@ -82,6 +82,7 @@ class Candidates:
         self._budget -= num_blocks
 
     def _score(self, row: int, age: float, ttl: float, interval: float) -> float:
+        """Of one, as `_rank` has it for many: arrays of one element would take ten times as long."""
         index = self._hazards.index
         if age > ttl:
             row, age = ENDED, age - ttl
@@ -114,16 +115,17 @@ class Candidates:
         self._shortlist = []
         entries = (slots[lowest].tolist(), scores[lowest].tolist(), self._since[slots[lowest]].tolist())
         for slot, score, since in zip(*entries, strict=True):
-            run = self._runs[slot]
-            run.stamp = self._num_stamps
-            self._num_stamps += 1
-            self._shortlist.append((score, since, run.stamp, run))
+            self._shortlist.append(self._entry(score, since, self._runs[slot]))
         heapify(self._shortlist)
 
-    def _push(self, score: float, since: float, run: Any) -> None:
+    def _entry(self, score: float, since: float, run: Any) -> tuple[float, float, int, Any]:
+        """A place in the list, and the only one that counts for this run from now on."""
         run.stamp = self._num_stamps
         self._num_stamps += 1
-        heappush(self._shortlist, (score, since, run.stamp, run))
+        return score, since, run.stamp, run
+
+    def _push(self, score: float, since: float, run: Any) -> None:
+        heappush(self._shortlist, self._entry(score, since, run))
         if len(self._shortlist) > 4 * len(self._runs):  # most of it is out of date
             self._shortlist.clear()
             self._highest_listed = -math.inf

@@ -10,17 +10,17 @@ block is idle too, and the last of it is a leaf.
 
 from __future__ import annotations
 
-import copy
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any
 
+from pagetable.memory.eviction import IdleBlocks
 from pagetable.memory.hints import NO_HINTS, CacheHints
 
 
-class LeafPolicy:
+class LeafPolicy(IdleBlocks):
     """What they share: who is whose parent, who is idle, and for each queue of a policy a heap of its leaves.
 
     A subclass says in which queue and at which rank a block stands (`_place`), from which queue the next victim comes
@@ -32,18 +32,17 @@ class LeafPolicy:
     NUM_QUEUES = 1
 
     def __init__(self, num_blocks: int, block_size: int = 16, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num_blocks = num_blocks
+        super().__init__(num_blocks)
         self.clear()
 
     def clear(self) -> None:
         """Forget everything."""
         num_blocks = self._num_blocks
+        self._forget_idle()
         self._now = 0  # goes on with each request that is told of
         self._hash: list[bytes] = [b""] * num_blocks
         self._parent: list[int | None] = [None] * num_blocks
         self._num_children = [0] * num_blocks  # registered ones
-        self._is_idle = bytearray(num_blocks)
-        self._num_idle = 0
         self._rank: list[Any] = [None] * num_blocks
         self._queue: list[int | None] = [None] * num_blocks  # of a registered block, in use or idle
         self._sizes = [0] * self.NUM_QUEUES
@@ -120,17 +119,6 @@ class LeafPolicy:
             if self._is_idle[parent]:
                 self._offer(parent)
         return block_id
-
-    def __len__(self) -> int:
-        return self._num_idle
-
-    def __iter__(self) -> Iterator[int]:
-        rest = copy.deepcopy(self)  # the order depends on what leaves, so let it leave
-        while rest:
-            yield rest.pop()
-
-    def __contains__(self, block_id: object) -> bool:
-        return isinstance(block_id, int) and 0 <= block_id < self._num_blocks and bool(self._is_idle[block_id])
 
     # ---------------------------------------------------------------- what a policy says
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -63,6 +64,33 @@ class EvictionPolicy(Protocol):
         """The idle blocks, the next victim first."""
 
     def __contains__(self, block_id: object) -> bool: ...
+
+
+class IdleBlocks:
+    """What policies have in common that know which blocks are idle, but in which order only by letting them leave."""
+
+    def __init__(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        self._is_idle = bytearray(self._num_blocks)
+        self._num_idle = 0
+
+    def pop(self) -> int:
+        """Take out the victim."""
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        return self._num_idle
+
+    def __iter__(self) -> Iterator[int]:
+        rest = copy.deepcopy(self)  # the order depends on what leaves, so let it leave
+        while rest:
+            yield rest.pop()
+
+    def __contains__(self, block_id: object) -> bool:
+        return isinstance(block_id, int) and 0 <= block_id < self._num_blocks and bool(self._is_idle[block_id])
 
 
 class LRU:

@@ -14,7 +14,7 @@ from pagetable.memory.lhc import LHC
 
 logger = logging.getLogger(__name__)
 
-LARGEST = 16 << 20  # bytes; a state has some 200 kB
+LARGEST = 16 << 20  # bytes; a state has some hundred kB
 
 
 def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
@@ -23,8 +23,7 @@ def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
     No file yet is no fault. ValueError for a policy that does not learn.
     """
     learner = _learner(policy)
-    if path.is_dir() or not path.parent.is_dir():
-        raise ValueError(f"eviction_state={str(path)!r}: give a file in a folder that exists")
+    check_place(path)
     try:
         if path.exists() and not path.is_file():
             raise ValueError("it is no file")
@@ -44,6 +43,12 @@ def load_eviction_state(policy: EvictionPolicy, path: Path) -> bool:
         )
         return False
     return True
+
+
+def check_place(path: Path) -> None:
+    """ValueError where no state could be written: better now than when all is learned."""
+    if path.is_dir() or not os.access(path.parent, os.W_OK | os.X_OK):
+        raise ValueError(f"eviction_state={str(path)[:200]!r} cannot be written: give a file in a folder that exists")
 
 
 def save_eviction_state(policy: EvictionPolicy, path: Path) -> None:

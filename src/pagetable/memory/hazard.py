@@ -91,7 +91,7 @@ class HazardTable:
     def clear(self, now: float) -> None:
         """End the wait of all records, and learn from it."""
         if self.num_opened:
-            self.refresh(now)
+            self._learn()
             self.at_risk += self._waiting_at_risk(now)
         self._row = np.zeros(1024, np.int64)
         self._weight = np.zeros(1024)  # 0: this number is free
@@ -108,15 +108,15 @@ class HazardTable:
 
     def open(self, row: int, num_blocks: int, now: float, ttl: float = math.inf) -> int:
         """So many blocks begin to wait. What waits longer than `ttl` seconds goes on as a new wait in row ENDED."""
-        if not self._free:
-            self._grow()
         self.num_opened += 1
         self.sum_blocks += num_blocks
+        return self._new(row, min(MAX_WEIGHT, num_blocks * self.num_opened / self.sum_blocks), now, ttl)
+
+    def _new(self, row: int, weight: float, since: float, ttl: float) -> int:
+        if not self._free:
+            self._grow()
         record = self._free.pop()
-        self._row[record] = row
-        self._weight[record] = min(MAX_WEIGHT, num_blocks * self.num_opened / self.sum_blocks)
-        self._since[record] = now
-        self._ttl[record] = ttl
+        self._row[record], self._weight[record], self._since[record], self._ttl[record] = row, weight, since, ttl
         return record
 
     def reuse(self, record: int, now: float, share: float = 1.0) -> bool:
@@ -133,10 +133,8 @@ class HazardTable:
         """This share of a record waits on as one of its own."""
         row, since, ttl = int(self._row[record]), float(self._since[record]), float(self._ttl[record])
         weight = float(self._weight[record])
-        part = self.open(row, 1, since, ttl)
-        self.num_opened, self.sum_blocks = self.num_opened - 1, self.sum_blocks - 1
-        self._weight[part], self._weight[record] = weight * share, weight * (1.0 - share)
-        return part
+        self._weight[record] = weight * (1.0 - share)
+        return self._new(row, weight * share, since, ttl)
 
     def close(self, record: int, now: float) -> None:
         """The wait ends, and not by a reuse: nobody would notice one any more."""

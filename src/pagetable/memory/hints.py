@@ -7,13 +7,15 @@ from typing import Any
 
 LONGEST_SESSION_ID = 256  # characters
 LONGEST_TIME = 1e9  # seconds, thirty years
+HIGHEST_PRIORITY = 100
 
 
 @dataclass(frozen=True, slots=True)
 class CacheHints:
     """Hints on how long the K/V of a request is worth keeping. They cost or gain speed, and never change an answer.
 
-    No hint pins anything: each is weighed by what came of earlier ones. ValueError for what is out of range.
+    No hint pins anything: each but the priority is weighed by what came of earlier ones. ValueError for what is out of
+    range.
     """
 
     session_id: str | None = None  # requests with the same one, and the same cache salt, belong together
@@ -29,8 +31,8 @@ class CacheHints:
         given: Any = self.end_session
         if not isinstance(given, bool):
             self._refuse("end_session", "true or false")
-        if not _is_between(self.cache_priority, 0, 100, int):
-            self._refuse("cache_priority", "a whole number from 0 to 100")
+        if not _is_between(self.cache_priority, 0, HIGHEST_PRIORITY, int):
+            self._refuse("cache_priority", f"a whole number from 0 to {HIGHEST_PRIORITY}")
         for name in ("expected_idle_s", "ttl_s"):
             if not _is_between(getattr(self, name), 0, LONGEST_TIME, int | float):
                 self._refuse(name, f"a number of seconds from 0 to {LONGEST_TIME:.0f}")

@@ -7,14 +7,14 @@ blocks. The whole story is in docs/eviction.md.
 
 from __future__ import annotations
 
-import copy
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pagetable.memory.candidates import Candidates
+from pagetable.memory.eviction import IdleBlocks
 from pagetable.memory.hazard import (
     ENDED,
     EXPECTED,
@@ -30,6 +30,7 @@ from pagetable.memory.hazard import (
 )
 from pagetable.memory.hints import NO_HINTS, CacheHints
 from pagetable.memory.runs import Run, Runs, Use, digests_of
+from pagetable.memory.sessions import session_key
 
 GHOSTS = 5  # times as many blocks are remembered as there are
 SHARE_DECAY = 0.998  # what each session that goes on leaves of the old mean
@@ -45,14 +46,14 @@ PAUSE = 4.0  # such gaps pass before it is thought over what is worth keeping
 NUM_TENANTS = 1024  # whose mean priority is known
 
 
-class LHC(Runs):
+class LHC(IdleBlocks, Runs):
     """An eviction policy that learns how long each kind of idle K/V waits until it is used again.
 
     `clock` tells seconds, `block_size` is in tokens. It remembers at most `GHOSTS * num_blocks` blocks that left.
     """
 
     def __init__(self, num_blocks: int, block_size: int = 16, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num_blocks = num_blocks
+        super().__init__(num_blocks)
         self._block_size = block_size
         self._clock = clock
         self._now = 0.0
@@ -62,18 +63,17 @@ class LHC(Runs):
         self._num_uses_at_refresh = self._num_uses_between = MIN_PER_REFRESH
         self._last_block_share = 0.5  # of sessions that go on from the very last block, full by chance
         self._priorities: OrderedDict[str | None, tuple[float, float]] = OrderedDict()  # points by tokens, tokens
-        self._forget_all(self._num_blocks)
+        self._forget_all()
 
     def clear(self) -> None:
         """Forget every content. What was learned stays."""
         self.hazards.clear(self._tick())
-        self._forget_all(self._num_blocks)
+        self._forget_all()
 
-    def _forget_all(self, num_blocks: int) -> None:
-        super()._forget_all(num_blocks)
-        self._is_idle = bytearray(num_blocks)
-        self._num_idle = 0
-        self._candidates = Candidates(num_blocks, self.hazards)
+    def _forget_all(self) -> None:
+        self._forget_idle()
+        self._forget_runs(self._num_blocks)
+        self._candidates = Candidates(self._num_blocks, self.hazards)
         self._victim: Run | None = None  # the run that is leaving, and
         self._quota = 0  # how many more of its blocks may go before that is thought over
 
@@ -87,7 +87,7 @@ class LHC(Runs):
         now = self._tick(least=SHORTEST)  # or all ages were the same where a clock stands still
         self._gap += (min(now - before, LONGEST_GAP) - self._gap) / min(self._num_uses + 1, GAPS)
         self._refresh_when_due(now)
-        use = Use(None if hints.session_id is None else (tenant, hints.session_id), hints)
+        use = Use(session_key(tenant, hints.session_id), hints)
         use.factor = self._factor_of(hints.cache_priority, num_tokens, tenant)
         path, rest = self._walk(digests_of(hashes))
         use.found = path[-1].start + path[-1].length if path else 0
@@ -238,15 +238,14 @@ class LHC(Runs):
         if priority is None and tenant not in sums:
             return 1.0
         priority = NORMAL_PRIORITY if priority is None else priority
-        points, tokens = (PRIORITY_DECAY * value for value in sums.get(tenant, (0.0, 0.0)))
-        mean = points / tokens if tokens else priority
-        sums[tenant] = points + priority * num_tokens, tokens + num_tokens
+        weighted, tokens = (PRIORITY_DECAY * value for value in sums.get(tenant, (0.0, 0.0)))
+        mean = weighted / tokens if tokens else priority
+        sums[tenant] = weighted + priority * num_tokens, tokens + num_tokens
         sums.move_to_end(tenant)
         if len(sums) > NUM_TENANTS:
             sums.popitem(last=False)
-        return float(
-            2.0 ** (round(priority - mean) / POINTS_PER_DOUBLING)
-        )  # whole points, or a rest would win all ties
+        points = round(priority - mean)  # whole ones, or a rest of one would win all ties
+        return float(2.0 ** (points / POINTS_PER_DOUBLING))
 
     def _tick(self, least: float = 0.0) -> float:
         """The time, which goes on by `least` seconds at least and never runs backwards."""
@@ -269,7 +268,7 @@ class LHC(Runs):
 
     # ---------------------------------------------------------------- idle blocks
 
-    def access(self, block_ids: Iterable[int]) -> None:
+    def access(self, block_ids: Sequence[int]) -> None:
         """Nothing: `begin` saw all hashes."""
 
     def add(self, block_ids: Sequence[int]) -> None:
@@ -313,10 +312,10 @@ class LHC(Runs):
         now = self._tick()
         while True:
             run = self._candidates.first(now)
-            use, end = run.last, run.start + len(run.block_ids)
-            if self._is_idle[run.block_ids[-1]] and not run.num_branches(end):
+            if self._is_idle[run.block_ids[-1]] and not run.num_branches(run.end):
                 break
             self._candidates.withdraw(run)  # it is in use again, or something hangs on it
+        use, end = run.last, run.end
         stops = [run.start, *(run.branches or ())]
         if end >= use.num_blocks > run.start:
             stops.append(use.num_blocks - 1)
@@ -349,7 +348,7 @@ class LHC(Runs):
     def _offer(self, run: Run) -> None:
         """A run's last block became idle, or its score has changed: make it a candidate if it can leave."""
         self._quota = 0
-        end = run.start + len(run.block_ids)
+        end = run.end
         if run.num_branches(end) or not self._is_idle[run.block_ids[-1]]:
             self._candidates.withdraw(run)
             return
@@ -358,25 +357,13 @@ class LHC(Runs):
         factor, ttl = use.factor, math.inf if use.hints.ttl_s is None else use.hints.ttl_s
         if use.is_running:  # preempted, or it will compute this again: it comes back soon
             row, factor = SHARED, math.inf
-            use.guarded = use.guarded or []
-            if run not in use.guarded[-1:]:
-                use.guarded.append(run)
+            use.guarded = use.guarded or {}
+            use.guarded[run] = None
         elif not run.is_shared and end == use.num_blocks and use.new_row != LEFT_BEHIND:
             factor *= self._last_block_share
         interval = min(run.interval, 1e9) if run.is_shared else math.inf
         since = self._now if use.is_running else use.ended_at
         self._candidates.offer(run, row, since, ttl, interval, factor, self._now)
-
-    def __len__(self) -> int:
-        return self._num_idle
-
-    def __iter__(self) -> Iterator[int]:
-        rest = copy.deepcopy(self)  # the order depends on what leaves, so let it leave
-        while rest:
-            yield rest.pop()
-
-    def __contains__(self, block_id: object) -> bool:
-        return isinstance(block_id, int) and 0 <= block_id < self._num_blocks and bool(self._is_idle[block_id])
 
     # ---------------------------------------------------------------- what outlives a restart
 

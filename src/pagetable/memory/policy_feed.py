@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pagetable.memory.eviction import EvictionPolicy
 from pagetable.memory.hints import NO_HINTS
 from pagetable.memory.prefix import PrefixChain
-from pagetable.memory.sessions import SessionKey, Sessions
-
-if TYPE_CHECKING:
-    from pagetable.memory.block_manager import SequenceLike
+from pagetable.memory.sequence_like import SequenceLike
+from pagetable.memory.sessions import SessionKey, Sessions, session_key
 
 
 class PolicyFeed:
@@ -26,8 +22,8 @@ class PolicyFeed:
             return
         chain.has_begun = True
         hints = getattr(seq, "cache_hints", NO_HINTS)
-        if hints.session_id is not None:
-            chain.session, chain.ends_session = (seq.cache_salt, hints.session_id), hints.end_session
+        chain.session, chain.ends_session = session_key(seq.cache_salt, hints.session_id), hints.end_session
+        if chain.session is not None:
             self.sessions.begin(chain.session)
         chain.num_prompt_tokens = getattr(seq, "num_prompt_tokens", seq.num_tokens)
         chain.use = self.policy.begin(chain.hashes, chain.num_prompt_tokens, hints, seq.cache_salt)

@@ -9,6 +9,7 @@ from typing import Any
 import xxhash
 
 from pagetable.memory.block import int32_bytes
+from pagetable.memory.sessions import SessionKey
 
 HashFunction = Callable[[bytes, bytes], bytes]  # tokens of a block, hash of the block before it
 
@@ -77,7 +78,7 @@ class PrefixChain:
         self.has_begun = False  # the eviction policy was told of this request, and not yet of its end
         self.use: Any = None  # what it knows this request by
         self.num_prompt_tokens = 0  # at that admission
-        self.session: tuple[str | None, str] | None = None  # salt and id
+        self.session: SessionKey | None = None
         self.ends_session = False
 
     def extend(self, token_ids: Any, num_blocks: int, block_size: int, compute_hash: HashFunction) -> None:

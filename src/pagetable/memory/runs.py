@@ -55,7 +55,7 @@ class Use:
         self.new_row = self.prefix_row = -1
         self.new_record = self.prefix_record = -1  # records of the hazard table; -1 for none
         self.num_runs = 0  # that it was the last to use and that are remembered; without any it has no records
-        self.guarded: list[Run] | None = None  # idle runs that it protects while it runs
+        self.guarded: dict[Run, None] | None = None  # idle runs that it protects while it runs
 
     @property
     def is_running(self) -> bool:
@@ -134,7 +134,7 @@ class Runs:
 
     _now: float
 
-    def _forget_all(self, num_blocks: int) -> None:
+    def _forget_runs(self, num_blocks: int) -> None:
         self._run_of: list[Run | None] = [None] * num_blocks
         self._by_head: dict[bytes, Run] = {}  # runs by the hash of their first block
         self._with_ghosts: OrderedDict[Run, None] = OrderedDict()  # those that lost a block longest ago first

@@ -8,6 +8,11 @@ from collections.abc import Iterable
 SessionKey = tuple[str | None, str]  # cache salt and session id: no tenant can end a session of another
 
 
+def session_key(cache_salt: str | None, session_id: str | None) -> SessionKey | None:
+    """What a session is known by; None for a request of none."""
+    return None if session_id is None else (cache_salt, session_id)
+
+
 class Sessions:
     """The registered blocks that each session has for itself, and which sessions have requests that have not ended."""
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from typing_extensions import TypedDict
 
 from pagetable.engine.sampling_params import MAX_INT32, MAX_LOGPROBS
-from pagetable.memory.hints import LONGEST_SESSION_ID, LONGEST_TIME
+from pagetable.memory.hints import HIGHEST_PRIORITY, LONGEST_SESSION_ID, LONGEST_TIME
 
 _MAX_FIELDS = 100
 _FIRST_FAULT = Field(fail_fast=True)
@@ -96,7 +96,10 @@ class GenerationRequest(_Body):
     end_session: bool | None = Field(None, description="Nothing will follow this request in its session.")
     expected_idle_s: Seconds | None = Field(None, description="Seconds until the session's next request, about.")
     cache_priority: int | None = Field(
-        None, ge=0, le=100, description="Worth of what is cached next to the same salt's other requests; 50 is normal."
+        None,
+        ge=0,
+        le=HIGHEST_PRIORITY,
+        description="Worth of what is cached next to the same salt's other requests; 50 is normal.",
     )
     ttl_s: Seconds | None = Field(None, description="Seconds after which nothing will follow any more.")
 

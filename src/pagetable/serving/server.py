@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import resource
 import signal
 import socket
@@ -19,6 +18,7 @@ import uvicorn
 from uvicorn.config import Config
 
 from pagetable.checkpoint import open_checkpoint
+from pagetable.memory.eviction_state import check_place
 from pagetable.serving.app import build_app
 from pagetable.serving.engine_client import EngineClient, EngineStartError
 from pagetable.serving.front import Front
@@ -52,7 +52,8 @@ def serve(settings: ServerSettings) -> None:
     configure_logging(settings.log_level, settings.log_format)
     for warning in settings.warnings():
         logger.warning(warning)
-    _check_eviction_state(settings.eviction_state)
+    if settings.eviction_state is not None:
+        check_place(Path(settings.eviction_state))
     _allow_many_connections()
     with _listener(settings.host, settings.port) as listener:  # a port that is taken is found before a model is loaded
         factory = Config(app="", loop="auto").get_loop_factory()
@@ -184,12 +185,6 @@ def _kv_events(settings: ServerSettings) -> KVEventsConfig | None:
         return None
     config = KVEventsConfig.parse(settings.kv_events_config)
     return config if config.publishes else None
-
-
-def _check_eviction_state(path: str | None) -> None:
-    """ValueError for a file that cannot be written: better now than when the server ends."""
-    if path is not None and (Path(path).is_dir() or not os.access(Path(path).parent, os.W_OK | os.X_OK)):
-        raise ValueError(f"eviction_state={path[:200]!r} cannot be written: name a file in a folder that is there")
 
 
 def _http_protocol(settings: ServerSettings) -> type[BoundedHttp]:

@@ -8,7 +8,7 @@ from typing import Any
 from starlette.datastructures import Headers
 
 from pagetable.memory import CacheHints
-from pagetable.memory.hints import LONGEST_SESSION_ID, LONGEST_TIME
+from pagetable.memory.hints import HIGHEST_PRIORITY, LONGEST_SESSION_ID, LONGEST_TIME
 from pagetable.serving.errors import ApiError
 from pagetable.serving.schema import GenerationRequest
 
@@ -29,7 +29,7 @@ _SCHEMAS: dict[str, dict[str, Any]] = {
     "session_id": {"type": "string", "pattern": rf"^[!-~]([ -~]{{0,{LONGEST_SESSION_ID - 2}}}[!-~])?$"},
     "end_session": {"type": "string", "enum": list(_TRUTHS)},
     "expected_idle_s": _SECONDS,
-    "cache_priority": {"type": "integer", "minimum": 0, "maximum": 100},
+    "cache_priority": {"type": "integer", "minimum": 0, "maximum": HIGHEST_PRIORITY},
     "ttl_s": _SECONDS,
 }
 PARAMETERS = [
